@@ -1,0 +1,319 @@
+"""GPT-2 and its KV cache: one forward pass that serves every decoder in this repository.
+
+A transformer maps token ids to *logits*: for each token, one score per vocabulary entry for what comes next. Nothing
+in that needs the tokens to form a line. Each token has a position (an integer) and a set of tokens it may look at, and
+both are ours to choose:
+
+    logits = model(tokens, positions, mask, cache, rows)
+
+Say the cache holds the 3 tokens of "the cat sat" and we want to score two possible continuations, "on" and "down",
+and behind "on" also "the". That is a tree with 3 nodes, sent as one flat list of q = 3 tokens:
+
+    tokens      on   down  the
+    positions    3    3     4         siblings share a position: each *would be* token number 3
+
+                cached slots      new slots 3 4 5
+                the  cat  sat  |  on  down  the
+    mask  on     x    x    x   |  x                     a row may see the past, itself and its own ancestors
+          down   x    x    x   |       x
+          the    x    x    x   |  x          x          "the" does not know that "down" exists
+
+Row i of the result is exactly what the model would say after "the cat sat" and the path to node i. Plain decoding is
+the case q = 1, reading the prompt ("prefill") is q = len(prompt) under a causal mask. So there is one forward, and no
+special case in it for any decoder.
+
+Why a cache at all: a token's keys and values depend only on what it may see, never on what comes later. They are
+computed once, kept, and the next forward pays for its new tokens only.
+
+Source: Radford et al. 2019 (GPT-2); shapes and names as in the weights that OpenAI published.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Tokens = Sequence[int] | Tensor
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The numbers that define a GPT-2: layers, heads, width, vocabulary, context length (in tokens)."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    vocab_size: int
+    n_ctx: int
+    layer_norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "vocab_size", "n_ctx"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} cannot be split evenly over n_head {self.n_head} heads")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, one *slot* per token, in memory that is allocated once.
+
+    `k` and `v` have shape (n_layer, n_head, capacity, head_dim). Slots 0 .. length - 1 are in use. A slot is only a place;
+    which position a token has and who may see it is said by the forward's arguments. That is why a rejected branch of a
+    draft tree costs nothing to remove: keep the slots that were accepted, forget the rest.
+
+        slots     0    1    2  |  3    4     5
+        before   the  cat  sat | on  down  the     length 6
+        keep(3, [3, 5])        | on  the           length 5     "down" was rejected
+
+    Capacity counts slots, not positions: a draft tree needs more slots than the text has positions.
+    """
+
+    def __init__(
+        self, config: GPTConfig, capacity: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"a KV cache needs at least one slot, not {capacity}")
+        shape = (config.n_layer, config.n_head, capacity, config.head_dim)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated."""
+        return self.k.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, for keys and values together."""
+        return 2 * self.k.numel() * self.k.element_size()
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the slots in use."""
+        return self.nbytes // self.capacity * self.length
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the (n_head, q, head_dim) keys and values of q new tokens; return all of this layer's, length + q slots.
+
+        `length` itself moves in `advance`, when all layers are written: a forward that fails half-way leaves no trace.
+        """
+        end = self.length + k.shape[1]
+        self.k[layer, :, self.length : end] = k
+        self.v[layer, :, self.length : end] = v
+        return self.k[layer, :, :end], self.v[layer, :, :end]  # views: nothing is copied
+
+    def advance(self, q: int) -> None:
+        self.length += q
+
+    def truncate(self, length: int) -> None:
+        """Forget all slots from `length` on. Raises ValueError when fewer than that are in use."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
+        self.length = length
+
+    def keep(self, start: int, slots: Tokens) -> None:
+        """The absolute `slots` (any order) become slots start, start + 1, ...; everything after them is forgotten.
+
+        Raises ValueError if `start` or a slot is outside what is in use, or the result would not fit.
+        """
+        index = [int(slot) for slot in slots]
+        if not 0 <= start <= self.length or any(not 0 <= slot < self.length for slot in index):
+            raise ValueError(f"keep({start}, {index}) names slots outside the {self.length} in use")
+        end = start + len(index)
+        if end > self.capacity:
+            raise ValueError(f"keep({start}, {len(index)} slots) needs {end} slots, the cache has {self.capacity}")
+        # Slots that already lie where they belong need no move: an accepted first child often makes up the whole path.
+        moved = next((i for i, slot in enumerate(index) if slot != start + i), len(index))
+        if moved < len(index):
+            source = torch.tensor(index[moved:], device=self.k.device)
+            # index_select makes a copy before anything is written, so source and target may overlap.
+            self.k[:, :, start + moved : end] = self.k.index_select(2, source)
+            self.v[:, :, start + moved : end] = self.v.index_select(2, source)
+        self.length = end
+
+    def fork(self) -> "KVCache":
+        """A deep copy with the same capacity: what is written to one never shows in the other."""
+        other = object.__new__(KVCache)
+        other.k, other.v, other.length = torch.zeros_like(self.k), torch.zeros_like(self.v), self.length
+        other.k[:, :, : self.length] = self.k[:, :, : self.length]  # only live slots are worth copying
+        other.v[:, :, : self.length] = self.v[:, :, : self.length]
+        return other
+
+    def to(self, device: torch.device | str) -> "KVCache":
+        """Move to `device` in place (to offload to the CPU and to bring back); returns itself."""
+        self.k, self.v = self.k.to(device), self.v.to(device)
+        return self
+
+
+class Linear(nn.Module):
+    """y = x W + b, with W stored as (n_in, n_out): the layout of GPT-2's files, the transpose of nn.Linear's."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., n_in) -> (..., n_out)
+        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return y.view(*x.shape[:-1], -1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention: softmax(q k^T / sqrt(head_dim)) v, each row over the slots that its mask row allows."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.n_head = layer, config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
+        # (..., q, n_embd) -> three times (..., n_head, q, head_dim)
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
+            for part in self.c_attn(x).split(x.shape[-1], dim=-1)
+        )
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (n_head, length + q, head_dim)
+        flat = x.ndim == 2
+        if flat:  # torch's fused attention kernels want a batch dimension
+            q, k, v = q[None], k[None], v[None]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        y = y.transpose(-3, -2).flatten(-2)  # (..., q, n_embd)
+        return self.c_proj(y[0] if flat else y)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): "pre-layernorm", the residual stream itself is never normalised."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), mask, causal, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2. Attribute names are the tensor names of the published weights (`h.0.attn.c_attn.weight`)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        """A model with random weights, ready to be trained. `GPT.load` reads trained ones."""
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # token embedding; its transpose is the head
+        self.wpe = nn.Embedding(config.n_ctx, config.n_embd)  # learned position embedding
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                # GPT-2's start: normal, standard deviation 0.02; the two projections that write into the residual
+                # stream are scaled down so that the stream's variance does not grow with depth.
+                scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 / scale)
+
+    # What a decoder may ask of any model: these four, `new_cache` and the forward.
+
+    @property
+    def n_ctx(self) -> int:
+        return self.config.n_ctx
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.wte.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wte.weight.dtype
+
+    def new_cache(self, capacity: int | None = None) -> KVCache:
+        """An empty cache of `capacity` slots (n_ctx if None) on the model's device, in its dtype."""
+        return KVCache(self.config, self.n_ctx if capacity is None else capacity, self.device, self.dtype)
+
+    def forward(
+        self,
+        tokens: Tokens,
+        positions: Tokens | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        rows: Tokens | None = None,
+    ) -> Tensor:
+        """Logits for a flat list of tokens, which are appended to the cache.
+
+        tokens     (q,) ids. Without a cache, leading batch dimensions are allowed: (..., q), for training.
+        positions  (q,) each below n_ctx; by default cache.length, cache.length + 1, ...
+        mask       (q, cache.length + q) bool: row i, slot j is True if token i may see slot j, its own slot included. By
+                   default causal. A row must see something.
+        cache      a KVCache with room for q more slots, or None.
+        rows       which rows' logits are wanted (all, if None). The head is the largest matrix of a small model, and
+                   a prefill needs its last row only.
+        Returns    (len(rows) or q, vocab_size) in the model's dtype, behind the batch dimensions of `tokens` if any.
+
+        Raises ValueError if there are no tokens, positions reach n_ctx, the cache is full, or shapes do not match.
+        """
+        tokens = torch.as_tensor(tokens, device=self.device, dtype=torch.long)
+        q = tokens.shape[-1] if tokens.ndim else 0
+        past = 0 if cache is None else cache.length
+        if q == 0:
+            raise ValueError("a forward pass needs at least one token")
+        if cache is not None:
+            if tokens.ndim != 1:
+                raise ValueError(f"with a cache, tokens are one flat list, not of shape {tuple(tokens.shape)}")
+            if past + q > cache.capacity:
+                raise ValueError(f"the cache has {cache.capacity} slots, {past} in use: no room for {q} more")
+        if mask is not None and mask.shape != (q, past + q):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(q, past + q)}")
+        if positions is None:
+            if past + q > self.n_ctx:
+                raise ValueError(f"{past + q} tokens do not fit the model's context of {self.n_ctx}")
+            positions = torch.arange(past, past + q, device=self.device)
+        else:
+            positions = torch.as_tensor(positions, device=self.device, dtype=torch.long)
+            # Looking costs a wait for the GPU, so there the embedding's own check has to do.
+            if positions.shape[-1:] != (q,):
+                raise ValueError(f"{q} tokens, but positions of shape {tuple(positions.shape)}")
+            if positions.device.type == "cpu" and not 0 <= int(positions.min()) <= int(positions.max()) < self.n_ctx:
+                raise ValueError(f"positions must lie in 0 .. {self.n_ctx - 1}, the model's context")
+        if mask is not None:
+            mask = mask.to(self.device)
+        elif q > 1 and past > 0:  # causal behind a past; torch's own causal flag knows the case past = 0 only
+            mask = torch.ones(q, past + q, dtype=torch.bool, device=self.device).tril(past)
+        causal = mask is None and q > 1  # a single row sees everything: no mask at all
+
+        x = self.wte(tokens) + self.wpe(positions)  # (..., q, n_embd)
+        for block in self.h:
+            x = block(x, mask, causal, cache)
+        if cache is not None:
+            cache.advance(q)
+        if rows is not None:
+            x = x[..., torch.as_tensor(rows, device=self.device, dtype=torch.long), :]
+        return F.linear(self.ln_f(x), self.wte.weight)  # the head is tied to the embedding
