@@ -29,13 +29,15 @@ Source: Radford et al. 2019 (GPT-2); shapes and names as in the weights that Ope
 """
 
 import math
-import re
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import weights
 
 Tokens = Sequence[int] | Tensor
 
@@ -67,9 +69,9 @@ class GPTConfig:
 class KVCache:
     """Keys and values of the tokens seen so far, one *slot* per token, in memory that is allocated once.
 
-    `k` and `v` have shape (n_layer, n_head, capacity, head_dim). Slots 0 .. length - 1 are in use. A slot is only a place;
-    which position a token has and who may see it is said by the forward's arguments. That is why a rejected branch of a
-    draft tree costs nothing to remove: keep the slots that were accepted, forget the rest.
+    `k` and `v` have shape (n_layer, n_head, capacity, head_dim). Slots 0 .. length - 1 are in use. A slot is only a
+    place; which position a token has and who may see it is said by the forward's arguments. That is why a rejected
+    branch of a draft tree costs nothing to remove: keep the slots that were accepted, forget the rest.
 
         slots     0    1    2  |  3    4     5
         before   the  cat  sat | on  down  the     length 6
@@ -104,7 +106,7 @@ class KVCache:
         return self.nbytes // self.capacity * self.length
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the (n_head, q, head_dim) keys and values of q new tokens; return all of this layer's, length + q slots.
+        """Write the (n_head, q, head_dim) keys and values of q new tokens; return this layer's, all length + q slots.
 
         `length` itself moves in `advance`, when all layers are written: a forward that fails half-way leaves no trace.
         """
@@ -205,7 +207,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): "pre-layernorm", the residual stream itself is never normalised."""
+    """x + attention(norm(x)), then x + mlp(norm(x)): "pre-layernorm", the residual stream itself stays as it is."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -236,6 +238,41 @@ class GPT(nn.Module):
                 # stream are scaled down so that the stream's variance does not grow with depth.
                 scale = math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 / scale)
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> "GPT":
+        """A trained model: "tiny", "nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", a folder with
+        config.json and model.safetensors, or a bare .safetensors file.
+
+        Its parameters have requires_grad = False. Raises FileNotFoundError if there is no such model (or no network to
+        fetch it), ValueError if the file is damaged or holds something else than this GPT-2.
+        """
+        path = weights.resolve(name_or_path)
+        config, tensors = weights.read(path)
+        with torch.device("meta"):  # shapes without memory: the tensors of the file become the parameters
+            model = cls(GPTConfig(**config))
+        wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        problems = [f"missing {name}" for name in wanted if name not in found]
+        problems += [f"unexpected {name}" for name in found if name not in wanted]
+        problems += [
+            f"{name} has shape {found[name]}, expected {shape}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ]
+        if problems:
+            raise ValueError(f"{path} does not hold this GPT-2: {'; '.join(problems)}")
+        model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True)
+        return model.requires_grad_(False).eval()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write config.json and model.safetensors, atomically; transformers loads the folder to the same logits."""
+        weights.write(folder, asdict(self.config), self.state_dict())
 
     # What a decoder may ask of any model: these four, `new_cache` and the forward.
 
@@ -271,8 +308,8 @@ class GPT(nn.Module):
 
         tokens     (q,) ids. Without a cache, leading batch dimensions are allowed: (..., q), for training.
         positions  (q,) each below n_ctx; by default cache.length, cache.length + 1, ...
-        mask       (q, cache.length + q) bool: row i, slot j is True if token i may see slot j, its own slot included. By
-                   default causal. A row must see something.
+        mask       (q, cache.length + q) bool: row i, slot j is True if token i may see slot j, its own slot included.
+                   By default causal. A row must see something.
         cache      a KVCache with room for q more slots, or None.
         rows       which rows' logits are wanted (all, if None). The head is the largest matrix of a small model, and
                    a prefill needs its last row only.

@@ -57,7 +57,7 @@ class Tokenizer:
     def __init__(self, vocab_size: int = GPT2_VOCAB_SIZE) -> None:
         if vocab_size < 257:
             raise ValueError(
-                f"a vocabulary of {vocab_size} tokens cannot spell text: GPT-2's encoding needs 256 bytes and end-of-text"
+                f"a vocabulary of {vocab_size} tokens cannot spell text: GPT-2's needs 256 bytes and end-of-text"
             )
         self.vocab_size = vocab_size
         self.eot = min(vocab_size, GPT2_VOCAB_SIZE) - 1

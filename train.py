@@ -2,9 +2,9 @@
 
     python train.py --data gsm8k_train.jsonl --test gsm8k_test.jsonl --preset tiny --out models/tiny
 
-Every document is `Question: ...\\nAnswer: ...<|endoftext|>` and starts at position 0, as a user's prompt will. One epoch
-is about 1.5 million tokens, so a model of 9 million parameters sees everything several times and would learn it by
-heart; most choices below are about getting the most out of few tokens and two CPU cores:
+Every document is `Question: ...\\nAnswer: ...<|endoftext|>` and starts at position 0, as a user's prompt will. One
+epoch is about 1.5 million tokens, so a model of 9 million parameters sees everything several times and would learn it
+by heart; most choices below are about getting the most out of few tokens and two CPU cores:
 
 - *Muon* (Jordan et al. 2024) for the matrices: the momentum of each matrix is replaced by the nearest (semi-)orthogonal
   one before it is applied, so that rare directions are learned as fast as common ones. It needs clearly fewer tokens
@@ -48,7 +48,7 @@ def read_documents(path: str, tokenizer: Tokenizer) -> list[list[int]]:
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     problems = [json.loads(line) for line in lines if line.strip()]
     text = "Question: {question}\nAnswer: {answer}"
-    return [tokenizer.encode(text.format(**problem)) + [tokenizer.eot] for problem in problems]
+    return [[*tokenizer.encode(text.format(**problem)), tokenizer.eot] for problem in problems]
 
 
 def batches(documents: list[list[int]], tokens_per_batch: int, seed: int) -> list[list[list[int]]]:
@@ -170,7 +170,9 @@ def train(args: argparse.Namespace) -> GPT:
         Muon(matrices, lr=args.lr, weight_decay=args.weight_decay),
         torch.optim.AdamW(adam_groups, lr=ADAM_SHARE * args.lr, betas=(0.9, 0.95), fused=True),
     ]
-    print(f"{args.preset}: {sum(p.numel() for p in named.values()):,} parameters, {len(documents)} documents", flush=True)
+    print(
+        f"{args.preset}: {sum(p.numel() for p in named.values()):,} parameters, {len(documents)} documents", flush=True
+    )
 
     checkpoint = Path(args.checkpoint)
     step, seconds, seen = 0, 0.0, 0
@@ -216,12 +218,9 @@ def train(args: argparse.Namespace) -> GPT:
         now = time.monotonic()
         seconds, started = seconds + now - started, now
         if step % 20 == 0:
-            recent = sum(losses[-20:]) / len(losses[-20:])
-            rate = seen / seconds
-            print(
-                f"step {step}/{args.steps} epoch {step / per_epoch:.2f} loss {recent:.3f} {rate:.0f} tokens/s {seconds / 60:.1f} min",
-                flush=True,
-            )
+            recent, rate = sum(losses[-20:]) / len(losses[-20:]), seen / seconds
+            done = f"step {step}/{args.steps} epoch {step / per_epoch:.2f} {seconds / 60:.1f} min {rate:.0f} tokens/s"
+            print(f"{done} loss {recent:.3f}", flush=True)
         if step % 200 == 0 or step == args.steps:
             drop.eval()
             print(f"step {step} held-out loss {evaluate(model, validation)['all']:.4f}", flush=True)
@@ -234,7 +233,9 @@ def train(args: argparse.Namespace) -> GPT:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train one of the bundled models from scratch (two hours on two cores).")
+    parser = argparse.ArgumentParser(
+        description="Train one of the bundled models from scratch (two hours on two cores)."
+    )
     parser.add_argument("--data", required=True, help='JSONL of {"question", "answer"}')
     parser.add_argument("--test", help="the same, held out: its loss is printed at the end")
     parser.add_argument("--preset", choices=PRESETS, default="tiny")

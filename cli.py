@@ -1,0 +1,332 @@
+"""The command line, `python lookahead.py --prompt "..."`: reads arguments, prints text as it is accepted, sums up."""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import weights
+from lookahead import ROUNDING, Generation, NearTie, Step, decode, first_difference, near_tie
+from model import GPT
+from sampling import Greedy, Picker, Sampler
+from tokenizer import Tokenizer
+from trie import MODES, TokenTrie
+
+PROMPT = (
+    "Question: A gardener plants 6 rows of 15 tulips and sells each tulip for 2 dollars. How much does she earn?\n"
+    "Answer:"
+)
+PROMPT_OTHER = "The bakery on the corner opens before sunrise, and the first customers"
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+DESCRIPTION = """\
+Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text guesses several tokens ahead,
+one forward pass verifies them all, and the text is token for token what plain decoding writes."""
+EPILOG = """\
+The bundled models, tiny and nano, know grade-school word problems and nothing else. Write prompts for them as
+
+  python lookahead.py --prompt $'Question: A box holds 12 eggs. How many eggs are in 5 boxes?\\nAnswer:'
+
+and use real weights for other text: --model gpt2 (fetched once), or a folder or file of your own.
+Exit codes: 0 done; 1 --compare found a difference that rounding does not explain; 2 bad input."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's page of usage."""
+        print(f"lookahead: {message} (--help lists the options)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def budget(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="lookahead.py",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--prompt", metavar="TEXT", help="what to continue; '-' reads standard input (default: an example)"
+    )
+    text.add_argument(
+        "--prompt-file", metavar="FILE", help="read the prompt from a file, or '-'; its last newline is dropped"
+    )
+    text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    text.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default), 1 the model's own"
+    )
+    text.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; 0: all"
+    )
+    text.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the top tokens that weigh P; 1: all"
+    )
+    text.add_argument("--seed", type=int, default=0, help="another seed, another sample (default: 0)")
+    draft = parser.add_argument_group("lookahead")
+    draft.add_argument(
+        "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step, or auto (default)"
+    )
+    draft.add_argument("--mode", choices=MODES, default=MODES[0], help="how the trie drafts (default: %(default)s)")
+    draft.add_argument("--warmup", metavar="FILE", help="responses to put into the trie first: text with blank "
+                       'lines between them, or JSONL of {"response": ...}')  # fmt: skip
+    draft.add_argument("--no-lookahead", action="store_true", help="plain decoding, one token per forward pass")
+    draft.add_argument(
+        "--compare", action="store_true", help="decode plainly too; print both speeds and whether texts agree"
+    )
+    machine = parser.add_argument_group("model and machine")
+    machine.add_argument("--model", default="tiny", metavar="NAME",
+                         help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
+                         ".safetensors file (default: tiny)")  # fmt: skip
+    machine.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
+    machine.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
+    machine.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code. A user's mistake ends in one line on stderr and code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # a terminal without "é" shows "?" instead of dying
+    args = make_parser().parse_args(argv)
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # `| head`: the reader has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        print(f"lookahead: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nlookahead: interrupted", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.compare and args.no_lookahead:
+        raise ValueError("--compare already runs plain decoding beside lookahead: leave out --no-lookahead")
+    if args.threads is not None:
+        if args.threads < 1:
+            raise ValueError(f"--threads must be 1 or more, not {args.threads}")
+        torch.set_num_threads(args.threads)
+    picker = make_picker(args)
+    prompt = read_prompt(args)
+    device = check_device(args.device)
+    model = GPT.load(args.model, device, DTYPES[args.dtype])
+    tokenizer = Tokenizer.for_model(model)
+    if prompt is None:
+        prompt = PROMPT if args.model in weights.BUNDLED else PROMPT_OTHER
+        note(args, f"no --prompt given, so here is an example:\n{prompt}")
+    elif args.model in weights.BUNDLED and not prompt.startswith("Question:"):
+        note(args, f"{args.model} only knows word problems written as 'Question: ...', a new line, 'Answer:'")
+    if "\\n" in prompt and "\n" not in prompt:
+        note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
+    prompt_ids = tokenizer.encode(prompt)
+
+    trie = None
+    if not args.no_lookahead:
+        trie = TokenTrie(vocab_size=model.vocab_size, mode=args.mode)
+        if args.warmup:
+            for response in read_responses(args.warmup):
+                trie.insert([*tokenizer.encode(response), tokenizer.eot])
+    settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
+    if args.compare:  # the first forwards of a process are slow; neither side should pay for that
+        for _ in decode(model, prompt_ids, **settings | {"max_new_tokens": min(8, args.max_new_tokens)}):
+            pass
+    steps = decode(model, prompt_ids, drafter=trie, budget=args.budget, **settings)
+    generation, first_text = stream(steps, tokenizer, args)
+    if not args.compare:
+        if args.json:
+            print(json.dumps(as_json(generation, tokenizer)))
+        else:
+            print_summary(generation, first_text, args)
+        return 0
+
+    plain, _ = stream(decode(model, prompt_ids, **settings), tokenizer, None)
+    ratio = speed(generation) / speed(plain) if plain.tokens else math.nan
+    tie = None
+    if first_difference(generation.tokens, plain.tokens) is not None:
+        reference = GPT.load(args.model, device, DTYPES[args.dtype]).double()  # the same rounded weights, exact sums
+        tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
+    proven = tie is not None and tie.gap <= ROUNDING[model.dtype]
+    if args.json:
+        report = as_json(generation, tokenizer) | {
+            "plain": as_json(plain, tokenizer),
+            "ratio": finite(ratio),
+            "identical": tie is None,
+            "near_tie": tie._asdict() if proven else None,
+        }
+        print(json.dumps(report))
+    else:
+        print_summary(generation, first_text, args)
+        print_comparison(plain, ratio, tie, proven)
+    if tie is not None and not proven:
+        print(
+            f"lookahead: the texts differ from new token {tie.position} on, by {tie.gap:.3g}: an error", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+def make_picker(args: argparse.Namespace) -> Picker:
+    # Made even for greedy decoding, so that a bad --top-p is noticed.
+    sampler = Sampler(args.temperature or 1.0, args.top_k, args.top_p, args.seed)
+    return sampler if args.temperature else Greedy()
+
+
+def check_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used here ({reason}); cpu always works") from None
+    return device
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or of standard input for "-"."""
+    try:
+        return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{'standard input' if file == '-' else file} is not UTF-8 text") from None
+    except OSError as error:
+        raise FileNotFoundError(f"cannot read {file}: {error.strerror}") from None
+
+
+def read_prompt(args: argparse.Namespace) -> str | None:
+    if args.prompt is not None and args.prompt_file is not None:
+        raise ValueError("give either --prompt or --prompt-file, not both")
+    prompt = args.prompt
+    if args.prompt_file is not None or prompt == "-":
+        prompt = read_text(args.prompt_file or "-").removesuffix("\n").removesuffix("\r")
+    if prompt == "":
+        raise ValueError("the prompt is empty: give at least one character")
+    return prompt
+
+
+def read_responses(file: str) -> Iterator[str]:
+    """JSONL if the first line is a JSON object: its "response" (or "text"); otherwise text with blank lines between."""
+    text = read_text(file)
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not (lines and lines[0].lstrip().startswith("{")):
+        yield from (block for block in text.replace("\r\n", "\n").split("\n\n") if block.strip())
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            response = record["response"] if "response" in record else record["text"]
+            if not isinstance(response, str):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f'{file}: record {number} is no JSON object with a "response" text') from None
+        yield response
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def note(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        print(f"note: {text}", file=sys.stderr)
+
+
+def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace | None) -> tuple[Generation, float]:
+    """Run a decode to its end, printing text as it comes if wanted; also the seconds until the first text."""
+    show = args is not None and not args.json
+    colour = show and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    text = tokenizer.stream()
+    done: list[Step] = []
+    began, paused, first = time.perf_counter(), 0.0, 0.0
+    for step in steps:
+        step.logits = None
+        done.append(step)
+        arrived = time.perf_counter()
+        first = first or arrived - began
+        if show:
+            for i, token in enumerate(step.tokens):
+                piece = text.push([token] if token != tokenizer.eot else [])
+                drafted = i < len(step.accepted)
+                sys.stdout.write(f"\033[32m{piece}\033[0m" if colour and drafted and piece else piece)
+            sys.stdout.flush()
+        paused += time.perf_counter() - arrived  # printing is not decoding
+    seconds = time.perf_counter() - began - paused
+    if show:
+        print(text.close())
+    tokens = [token for step in done for token in step.tokens]
+    return Generation(tokens, done[1:], done[-1].finish_reason, seconds, done[0]), first
+
+
+def speed(generation: Generation) -> float:
+    return len(generation.tokens) / generation.seconds
+
+
+def finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None  # JSON has no nan
+
+
+def as_json(generation: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`tokens` are the new ids, a stop token included; `steps` counts decode steps; `text` is without the stop."""
+    shown = [token for token in generation.tokens if token != tokenizer.eot]
+    return {
+        "text": tokenizer.decode(shown),
+        "tokens": generation.tokens,
+        "steps": len(generation.steps),
+        "tokens_per_step": finite(generation.tokens_per_step),
+        "seconds": generation.seconds,
+        "tokens_per_second": speed(generation),
+        "finish_reason": generation.finish_reason,
+    }
+
+
+REASONS = {"stop": "end of text", "length": "--max-new-tokens reached", "context": "the model's context is full"}
+
+
+def print_summary(generation: Generation, first_text: float, args: argparse.Namespace) -> None:
+    steps = len(generation.steps)
+    if steps:
+        per_step = f"{generation.tokens_per_step:.2f} tokens per step"
+        accepted = sum(len(step.accepted) for step in generation.steps)
+        drafted = sum(len(step.draft) for step in generation.steps)
+        per_step += f" ({accepted} of {drafted} drafted tokens accepted)" if not args.no_lookahead else ""
+    else:
+        per_step = "no decode step"
+    print(f"\n{len(generation.tokens)} tokens, {steps + bool(generation.tokens)} forward passes, {per_step}")
+    about = f"{args.model}, {args.device}, {args.dtype}"
+    if args.device == "cpu":
+        about += f", {torch.get_num_threads()} threads"
+    about += "; knows word problems only" if args.model in weights.BUNDLED else ""
+    print(
+        f"{speed(generation):.0f} tokens/s, {generation.seconds:.2f} s, first token after {first_text:.2f} s, "
+        f"{REASONS[generation.finish_reason]} [{about}]"
+    )
+
+
+def print_comparison(plain: Generation, ratio: float, tie: NearTie | None, proven: bool) -> None:
+    passes = len(plain.steps) + bool(plain.tokens)
+    if tie is None:
+        verdict = "identical, token for token"
+    else:
+        verdict = f"the same up to new token {tie.position}, then a "
+        verdict += f"near-tie (gap {tie.gap:.1g}, within rounding)" if proven else f"DIFFERENCE (gap {tie.gap:.3g})"
+    print(f"plain decoding: {len(plain.tokens)} tokens, {passes} forward passes, {speed(plain):.0f} tokens/s")
+    print(f"lookahead is {ratio:.2f} times as fast; texts: {verdict}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,311 @@
+"""The heart: draft, verify, accept. Several tokens per forward pass, and not one of them different.
+
+A forward pass of a small batch of tokens costs little more than one of a single token, because most of its time goes
+into reading the weights. Plain decoding wastes that: one token in, one token out. Lookahead decoding (Zhao et al., KDD
+2024, arXiv 2312.12728) sends a tree of guesses along and keeps what turns out to be right:
+
+    text so far   "... 3 * 4 ="         the last token, "=", is the root; it is not in the cache yet
+    draft         "=" -- "12" -- ">>"   guessed by a drafter (trie.py)
+                     `-- "7"
+    verify        one forward over [=, 12, >>, 7] under the tree's mask: the model's own choice after each of them
+    accept        after "=" the model picks "12": there is such a node, go there;
+                  after "12" it picks ">>": go there; after ">>" it picks "12": no such node, stop
+    result        ">>" and "12" on top of the "12" that plain decoding would have got: 3 tokens, 1 forward
+
+The picks are made from the very logits that plain decoding would see, by a picker that is a pure function
+(sampling.py). So the text is the one plain decoding writes, greedy or sampled, whatever was drafted; a bad draft
+costs time only. The one fine point is floating point: a forward over several rows adds numbers in another order, and
+where two tokens are equal to within rounding the choice may flip. `near_tie` below tells such a case from an error.
+
+Run it:  python lookahead.py --prompt "..."
+"""
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sampling import Greedy, Picker
+from trie import DraftTree
+
+AUTO_BUDGET = 12  # nodes per step for budget="auto"
+
+
+class Session(Protocol):
+    """One query's drafting. A class attribute `wants_picks = True` asks for the picks at all nodes."""
+
+    def draft(self, budget: int, picker: Picker | None = None) -> DraftTree: ...
+    def observe(
+        self, tokens: Sequence[int], draft: DraftTree | None = None, picks: list[int] | None = None
+    ) -> None: ...
+    def close(self) -> None: ...
+
+
+class Drafter(Protocol):
+    """Where drafts come from; outlives queries."""
+
+    def open(self, prompt_ids: Sequence[int]) -> Session: ...
+
+
+class Seconds(NamedTuple):
+    """Where a step's time went."""
+
+    draft: float
+    forward: float
+    accept: float
+
+
+@dataclass
+class Step:
+    """What happened in one forward pass.
+
+    position       number of the first emitted token, counted from the start of the prompt
+    draft          the tree that was verified; empty in the prefill and in plain steps
+    accepted       the nodes on the accepted path, from the root down
+    tokens         the emitted tokens: the accepted ones and the model's own next choice, so len(accepted) + 1
+    seconds        draft / forward / accept
+    finish_reason  None, or in the last step "stop" (a stop token), "length" (max_new_tokens), "context" (n_ctx is full)
+    prefill        True for the first step, whose forward reads the prompt
+    logits         (1 + nodes, vocab_size): the root's row and one per node (a prefill has the last row only). Large:
+                   `generate` does not keep them
+    """
+
+    position: int
+    draft: DraftTree
+    accepted: list[int]
+    tokens: list[int]
+    seconds: Seconds
+    finish_reason: str | None = None
+    prefill: bool = False
+    logits: Tensor | None = None
+
+
+@dataclass
+class Generation:
+    """A finished text: the new tokens (a stop token included), the decode steps, and the prefill, which emits the first
+    token, apart. `seconds` is the wall time of everything."""
+
+    tokens: list[int]
+    steps: list[Step]
+    finish_reason: str
+    seconds: float
+    prefill: Step
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens emitted per decode step (the paper's EDL), without the prefill and its token; nan without steps."""
+        return (len(self.tokens) - 1) / len(self.steps) if self.steps else math.nan
+
+
+NOTHING = DraftTree([], [])
+
+
+def decode(
+    model: Any,
+    prompt_ids: Sequence[int],
+    *,
+    drafter: Drafter | None = None,
+    picker: Picker | None = None,
+    budget: int | str = "auto",
+    max_new_tokens: int = 128,
+    stop_ids: Collection[int] = (),
+    cache: Any = None,
+) -> Iterator[Step]:
+    """Write a continuation of `prompt_ids`, one forward pass at a time; yields a Step after each, the prefill first.
+
+    model           GPT, or anything with its forward, new_cache, n_ctx, vocab_size, device and dtype
+    drafter         where guesses come from (a TokenTrie, say); None is plain decoding
+    picker          how a token is chosen from logits; Greedy() if None
+    budget          nodes drafted per step at most, or "auto"
+    max_new_tokens  never exceeded; prompt and new tokens together never exceed n_ctx either
+    stop_ids        tokens that end the text; the one that did is part of it
+    cache           None, or a cache that already holds the first `cache.length` tokens of the prompt (fewer than all of
+                    them); afterwards it holds all of the text but the last token
+
+    Raises ValueError for an empty or too long prompt, token ids outside the vocabulary, and impossible numbers. All
+    checks are made at the call, not at the first step.
+    """
+    context = [int(token) for token in prompt_ids]
+    picker = Greedy() if picker is None else picker
+    if budget == "auto":
+        budget = AUTO_BUDGET
+    if not isinstance(budget, int) or budget < 0:
+        raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 or more, not {budget!r}')
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
+    if not context:
+        raise ValueError("the prompt is empty: give at least one token")
+    if len(context) > model.n_ctx:
+        raise ValueError(f"the prompt has {len(context)} tokens, the model's context holds {model.n_ctx}")
+    if outside := next((token for token in context if not 0 <= token < model.vocab_size), None):
+        raise ValueError(f"prompt token {outside} is outside the model's vocabulary of {model.vocab_size}")
+    if cache is None:
+        most = min(model.n_ctx, len(context) + max_new_tokens)
+        cache = model.new_cache(most + (budget if drafter else 0))
+    elif cache.length >= len(context):
+        raise ValueError(
+            f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
+        )
+    return _steps(model, context, drafter, picker, budget, max_new_tokens, frozenset(stop_ids), cache)
+
+
+def _steps(
+    model: Any,
+    context: list[int],
+    drafter: Drafter | None,
+    picker: Picker,
+    budget: int,
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    cache: Any,
+) -> Iterator[Step]:
+    # The text may grow up to here, and this is why it ends there.
+    full = min(len(context) + max_new_tokens, model.n_ctx)
+    at_full = "length" if full == len(context) + max_new_tokens else "context"
+    if len(context) == full:
+        yield Step(full, NOTHING, [], [], Seconds(0, 0, 0), at_full, prefill=True)
+        return
+    session = drafter.open(context) if drafter is not None else None
+    try:
+        prefill = True
+        while True:
+            start = len(context)
+            began = time.perf_counter()
+
+            # Draft. A step emits one token more than the draft is deep, and its nodes need slots in the cache.
+            draft = NOTHING
+            if session is not None and not prefill:
+                nodes = min(budget, cache.capacity - cache.length - 1)
+                if nodes > 0 and full - start > 1:
+                    draft = session.draft(nodes, picker).trim(full - start - 1, nodes)
+                    if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < model.vocab_size:
+                        raise ValueError(f"the drafter proposes tokens outside the vocabulary of {model.vocab_size}")
+            drafted = time.perf_counter()
+
+            # Verify: all of the text that is not in the cache yet (the prompt, later just the last token, the root),
+            # and below the root the draft. Everything sees the past; among themselves the mask decides.
+            base = cache.length
+            tokens = context[base:] + draft.tokens
+            positions = mask = None  # the defaults fit a line of tokens
+            if draft.tokens:
+                positions = [base, *(base + depth for depth in draft.depths)]
+                mask = torch.ones(len(tokens), base + len(tokens), dtype=torch.bool)
+                mask[:, base:] = draft.mask()
+            rows = [len(tokens) - 1] if prefill else None
+            with torch.no_grad():
+                logits = model(tokens, positions, mask, cache, rows)  # (1 + nodes, vocab_size)
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)  # or the GPU's time would show up under "accept"
+            forwarded = time.perf_counter()
+
+            picks = None
+            if getattr(session, "wants_picks", False) and not prefill:
+                picks = [
+                    picker.pick(logits[node + 1], start + len(path), context + [draft.tokens[i] for i in path])
+                    for node, path in ((node, draft.path(node)) for node in range(-1, len(draft)))
+                ]
+
+            # Accept: from the root, follow the model's own picks for as long as they were drafted.
+            node, accepted, finish_reason = -1, [], None
+            while True:
+                token = picker.pick(logits[node + 1], len(context), context)
+                context.append(token)
+                if token in stop_ids:
+                    finish_reason = "stop"
+                elif len(context) == full:
+                    finish_reason = at_full
+                child = draft.children[node].get(token)
+                if finish_reason or child is None:
+                    break
+                accepted.append(child)
+                node = child
+            if not prefill:  # root and accepted path stay, rejected branches go
+                cache.keep(base, [base, *(base + 1 + node for node in accepted)])
+            if session is not None:
+                session.observe(context[start:], draft, picks)
+            seconds = Seconds(drafted - began, forwarded - drafted, time.perf_counter() - forwarded)
+            yield Step(start, draft, accepted, context[start:], seconds, finish_reason, prefill, logits)
+            if finish_reason:
+                return
+            prefill = False
+    finally:
+        if session is not None:
+            session.close()
+
+
+def generate(model: Any, prompt_ids: Sequence[int], **arguments: Any) -> Generation:
+    """Run `decode` (same arguments) to its end."""
+    began = time.perf_counter()
+    steps = [replace(step, logits=None) for step in decode(model, prompt_ids, **arguments)]
+    tokens = [token for step in steps for token in step.tokens]
+    return Generation(tokens, steps[1:], steps[-1].finish_reason, time.perf_counter() - began, steps[0])
+
+
+# --- how two runs are compared ---------------------------------------------------------------------------------------
+
+# By how much a logit of a GPT-2 may differ between two ways of adding up the same numbers. float32 carries 24 bits of
+# mantissa, and the differences seen are around 1e-5 of logits around 10; the others in proportion to their bits.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
+
+
+class NearTie(NamedTuple):
+    """Two runs part at new token number `position` (from 0); the choice hangs on a shift of one logit by `gap`."""
+
+    position: int
+    gap: float
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Index of the first token in which two texts differ, a missing one included; None if they are equal."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def near_tie(
+    reference: Any, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], picker: Picker | None = None
+) -> NearTie | None:
+    """How close a call it was where two generations `a` and `b` of the same prompt part; None if they do not part.
+
+    `reference` is the model with float64 parameters. It scores the common beginning afresh, in one causal pass
+    without a cache; then, for each of the two candidate tokens, we look for the smallest lift of that one logit with
+    which the picker takes it. The larger lift is the gap. It says how much rounding error it takes to make the
+    difference, with any picker: filters such as top-k are part of it. Compare it with ROUNDING.
+    """
+    i = first_difference(a, b)
+    if i is None:
+        return None
+    if i >= min(len(a), len(b)):  # one text is a beginning of the other: rounding cannot do that
+        return NearTie(i, math.inf)
+    picker = Greedy() if picker is None else picker
+    context = [*prompt_ids, *a[:i]]
+    with torch.no_grad():
+        logits = reference(context, rows=[len(context) - 1])[0]
+
+    def lift(token: int) -> float:
+        def taken(by: float) -> bool:
+            lifted = logits.clone()
+            lifted[token] += by
+            return picker.pick(lifted, len(context), context) == token
+
+        if taken(0.0):
+            return 0.0
+        low, high = 0.0, 64.0
+        if not taken(high):
+            return math.inf
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if taken(middle) else (middle, high)
+        return high
+
+    return NearTie(i, max(lift(a[i]), lift(b[i])))
+
+
+if __name__ == "__main__":
+    from cli import main  # the command line lies above this file and is loaded only when asked for
+
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""From logits to a token: greedy, or sampling with keyed noise.
+
+A *picker* decides one token. It is a pure function: the same logits, position, context and seed give the same token,
+whoever asks and however often. That is the whole reason why lookahead is lossless here, so it is worth a look.
+
+Sampling usually draws from a random generator that moves on with every draw. A decoder that verifies several drafted
+tokens at once draws in another order, or another number of times, and writes another text. Here randomness has an
+address instead. To sample from probabilities p, add to log p(t) an independent Gumbel noise g(t) and take the largest
+(the "Gumbel-max trick"; Gumbel 1954, Maddison et al. 2014, arXiv 1411.0030):
+
+    argmax_t  log p(t) + g(t)      is distributed as p,       g(t) = -log(-log u(t)),   u(t) uniform in (0, 1)
+
+and u(t) is computed from (seed, position, t) by an integer hash. A tiny example, three tokens, position 7, seed 0:
+
+    token              a       b       c
+    p                 0.1     0.7     0.2
+    log p           -2.303  -0.357  -1.609
+    g(0, 7, .)      +1.214  -1.100  +0.035      always these, for this seed and this position
+    sum             -1.088  -1.457  -1.575      -> a, in plain decoding and at any node of a draft tree at position 7
+
+(the least probable token wins here, as it does for one seed in ten).
+
+Across seeds and positions the noise is independent, so texts are distributed as they should be; for one seed, the text
+is decided before any draft is seen. Drafts only change how many forward passes it takes to find out.
+(Drafter-invariance: Daliri, Musco, Suresh 2024, arXiv 2408.07978.)
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Picker(Protocol):
+    """What a decoder asks for. `context` holds the ids of all tokens before the picked one, `position` its number."""
+
+    def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
+        """The token that follows `context`, given (vocab_size,) logits."""
+
+    def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        """The (vocab_size,) scores whose softmax is sampled; tokens that are ruled out have -inf."""
+
+    def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
+        """The (vocab_size,) noise added at `position`, or None."""
+
+
+class Greedy:
+    """The most probable token; the first of equals."""
+
+    def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
+        return int(logits.argmax())
+
+    def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        return logits
+
+    def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
+        return None
+
+
+class Sampler:
+    """Sampling with temperature, top-k and top-p, applied in this order with the meaning they have in `generate`.
+
+    temperature  divides the logits; below 1 sharper, above 1 flatter. For 0 use Greedy.
+    top_k        keep the k most probable tokens (and those as probable as the k-th); 0 keeps all.
+    top_p        keep the smallest set of most probable tokens whose probabilities add up to top_p; 1 keeps all.
+    seed         any whole number; another seed is another, independent text.
+
+    Raises ValueError for values outside these ranges.
+    """
+
+    KEPT = 64  # noise vectors kept: a draft tree asks for the same few positions again and again
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+        if not (math.isfinite(temperature) and temperature >= 1e-4):
+            raise ValueError(f"temperature must be at least 0.0001, not {temperature} (for 0, decode greedily)")
+        if top_k < 0 or top_k != int(top_k):
+            raise ValueError(f"top_k must be a whole number, 0 (off) or larger, not {top_k}")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1 (off), not {top_p}")
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, int(top_k), top_p, int(seed)
+        self._noise: OrderedDict[tuple, Tensor] = OrderedDict()
+
+    def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
+        scores = self.process(logits, context)
+        return int((scores + self.noise(position, scores.shape[-1], scores.device)).argmax())
+
+    def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        scores = logits / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            kth = scores.topk(self.top_k).values[-1]
+            scores = scores.masked_fill(scores < kth, -torch.inf)
+        if self.top_p < 1:
+            ascending, order = scores.sort()
+            # A token goes if it and all less probable ones together weigh at most 1 - top_p; the last one always stays.
+            drop = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            drop[-1] = False
+            scores = scores.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), -torch.inf)
+        return scores
+
+    def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+        key = (position, vocab_size, str(device))
+        if key not in self._noise:
+            self._noise[key] = gumbel(self.seed, position, vocab_size).to(device)
+            if len(self._noise) > self.KEPT:
+                self._noise.popitem(last=False)
+        return self._noise[key]
+
+
+# SplitMix64 (Steele, Lea, Flood 2014): a counter walks in steps of GOLDEN, each value is scrambled into a random
+# number. Two different counters give unrelated numbers, which is what "an address for randomness" needs.
+GOLDEN, C1, C2, MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, (1 << 64) - 1
+
+
+def mix64(x: int) -> int:
+    """SplitMix64's scrambler on a Python integer, modulo 2**64."""
+    x &= MASK
+    x = (x ^ (x >> 30)) * C1 & MASK
+    x = (x ^ (x >> 27)) * C2 & MASK
+    return x ^ (x >> 31)
+
+
+def hash_uniform(seed: int, position: int, count: int) -> Tensor:
+    """(count,) float64 numbers in (0, 1), a function of seed, position and index only.
+
+    The stream's start is mixed from seed and position in two rounds: were it seed + position, then seed 1 at position
+    4 would repeat seed 0 at position 5.
+    """
+    start = mix64(mix64(seed + GOLDEN) + (position + 1) * GOLDEN)
+
+    def wrapped(value: int) -> int:  # as torch's signed 64-bit integer, which wraps around in products like C's
+        return value - (1 << 64) if value >> 63 else value
+
+    def shift(x: Tensor, bits: int) -> Tensor:  # shift in zeros, though torch's shift repeats the sign
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    x = torch.arange(1, count + 1) * wrapped(GOLDEN) + wrapped(start)
+    x = (x ^ shift(x, 30)) * wrapped(C1)
+    x = (x ^ shift(x, 27)) * wrapped(C2)
+    x = x ^ shift(x, 31)
+    return (shift(x, 11).double() + 0.5) / (1 << 53)  # the upper 53 bits, the middle of each step: never 0 or 1
+
+
+def gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
+    """(vocab_size,) float32 Gumbel noise, made on the CPU in float64: every device adds the very same numbers."""
+    return -(-hash_uniform(seed, position, vocab_size).log()).log().float()
