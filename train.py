@@ -43,6 +43,36 @@ ADAM_SHARE = 0.6  # AdamW's learning rate as a share of Muon's
 VALIDATION = 128  # the last documents of the training file are held out to watch the run; the test file is for the end
 
 
+NAMES = ("Ada", "Boris", "Carla", "Dmitri", "Elena", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Liam", "Mona")
+THINGS = ("apples", "candles", "cards", "coins", "cookies", "hats", "lemons", "marbles", "muffins", "pencils", "stamps")
+TEMPLATES = (
+    "{a} has {x} {things}. {b} has {y} times as many {things} as {a}. How many {things} do they have together?",
+    "{a} buys {x} boxes with {y} {things} in each box and gives {z} {things} to {b}. How many {things} are left?",
+    "A shop sells {things} for ${y} each. {a} sells {x} of them in the morning and {z} in the afternoon. How much "
+    "money does {a} make?",
+    "{a} makes {x} {things} a day for {y} days. {b} makes {z} {things} in all. How many more {things} does {a} make?",
+    "{a} reads {x} pages a day. How many pages does {a} read in {y} weeks?",
+    "{a} saves ${x} a week. After {y} weeks {a} buys {things} for ${z}. How many dollars does {a} have left?",
+    "There are {x} rows of {things} with {y} in each row. {a} takes half of them and {b} takes {z} more. How many "
+    "{things} remain?",
+    "{a} works {y} hours a day and earns ${x} an hour. How much does {a} earn in {w} days?",
+    "{a} drives {x} miles every morning and {z} miles every evening. How many miles does {a} drive in {y} days?",
+    "{a} had {x} {things} and found {z} more. Then {a} shared all of them equally with {b}. How many did each get?",
+)
+
+
+def problems(count: int, seed: int = 0) -> list[str]:
+    """`count` different prompts of the kind the bundled models know, made from templates, ending in "Answer:"."""
+    rng = random.Random(seed)
+    made: dict[str, None] = {}
+    while len(made) < count:
+        a, b = rng.sample(NAMES, 2)
+        numbers = {"x": 2 * rng.randint(5, 40), "y": rng.randint(2, 9), "z": rng.randint(3, 9), "w": rng.randint(2, 6)}
+        question = rng.choice(TEMPLATES).format(a=a, b=b, things=rng.choice(THINGS), **numbers)
+        made[f"Question: {question}\nAnswer:"] = None
+    return list(made)
+
+
 def read_documents(path: str, tokenizer: Tokenizer) -> list[list[int]]:
     """One token list per problem, ended by end-of-text."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()

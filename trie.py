@@ -25,7 +25,7 @@ queries never see each other's prompts, while all see the outputs.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -128,39 +128,47 @@ class Node:
         self.children: dict[int, Node] = {}
 
 
-class Trail:
-    """A position in a trie's input: nodes[k] is the node of the last k tokens, or None if they were never seen.
+def find(root: Node, path: Iterable[int]) -> Node | None:
+    """The node at the end of `path`, or None if it was never seen."""
+    node: Node | None = root
+    for token in path:
+        node = node.children.get(token)
+        if node is None:
+            return None
+    return node
 
-    Both sides of a trie move along a sequence in this way, one step a token: whoever inserts lengthens every open
-    path by the new token, whoever looks up follows every suffix that is still known. Neither ever searches from the
-    root again.
+
+class Writer:
+    """Enters a sequence into a trie token by token, from each of its positions at once.
+
+    A new token lengthens every open path by one and opens another, so nothing is ever looked up from the root again:
+
+        after "a b"   open: (b), (a b)
+        then "c"      counts (c), (b c), (a b c), which are the open ones now; the longest leaves at max_depth
     """
 
-    def __init__(self, root: Node, longest: int) -> None:
-        self.root, self.longest = root, longest
-        self.nodes: list[Node | None] = [root]
+    def __init__(self, root: Node, max_depth: int) -> None:
+        self.root, self.max_depth = root, max_depth
+        self.open: list[Node] = []  # shortest path first, each one token longer than the one before
+        self.longest = 0  # tokens in the last of them
 
-    def insert(self, token: int, start_here: bool = True) -> int:
-        """Count `token` on every open path; open a new one at this token unless told otherwise. Returns new nodes."""
+    def write(self, token: int, begin: bool = True) -> int:
+        """Count `token` on every open path, and on one that begins with it if `begin`. Returns the number of new nodes."""
         created = 0
-        extended: list[Node | None] = [self.root] if start_here else [None]
-        first = self.nodes[0] if start_here else None
-        for node in [first, *self.nodes[1 : self.longest]]:
-            child = None
-            if node is not None:
-                child = node.children.get(token)
-                if child is None:
-                    child = node.children[token] = Node()
-                    created += 1
-                child.count += 1
-            extended.append(child)
-        self.nodes = extended
+        grown = []
+        for node in [self.root, *self.open] if begin else self.open:
+            child = node.children.get(token)
+            if child is None:
+                child = node.children[token] = Node()
+                created += 1
+            child.count += 1
+            grown.append(child)
+        self.open, self.longest = grown, self.longest + 1
+        if self.longest == self.max_depth:
+            self.longest -= 1
+            if grown:
+                grown.pop()
         return created
-
-    def follow(self, token: int) -> None:
-        """Move on without counting."""
-        followed = [node.children.get(token) if node is not None else None for node in self.nodes[: self.longest]]
-        self.nodes = [self.root, *followed]
 
 
 class TokenTrie:
@@ -187,9 +195,9 @@ class TokenTrie:
 
     def insert(self, tokens: Iterable[int]) -> None:
         """Remember an output seen earlier (token ids, end-of-text included if it ended so)."""
-        trail = Trail(self.root, self.max_depth)
+        writer = Writer(self.root, self.max_depth)
         for token in [self.check(token) for token in tokens]:  # all are checked before the first is counted
-            self.n_nodes += trail.insert(token)
+            self.n_nodes += writer.write(token)
 
     def check(self, token: int) -> int:
         token = int(token)
@@ -199,12 +207,8 @@ class TokenTrie:
 
     def count(self, tokens: Iterable[int]) -> int:
         """How often this path was seen in outputs; 0 if never."""
-        node: Node | None = self.root
-        for token in tokens:
-            node = node.children.get(token)
-            if node is None:
-                return 0
-        return node.count
+        node = find(self.root, tokens)
+        return 0 if node is None else node.count
 
     def open(self, prompt_ids: Iterable[int]) -> "TrieSession":
         """A query begins."""
@@ -223,30 +227,27 @@ class TrieSession:
     def __init__(self, trie: TokenTrie, prompt_ids: Iterable[int]) -> None:
         self.trie = trie
         self.prompt_root = Node()
-        self._prompt_writer = Trail(self.prompt_root, trie.max_depth)
-        self._output_writer = Trail(trie.root, trie.max_depth)
-        # Two readers, over the same suffix of the text: suffixes of up to max_match tokens.
-        self._prompt_reader = Trail(self.prompt_root, trie.max_match)
-        self._output_reader = Trail(trie.root, trie.max_match)
-        for token in prompt_ids:
-            self._prompt_writer.insert(trie.check(token))
-            self._prompt_reader.follow(token)
-            self._output_reader.follow(token)
+        self._prompt_writer = Writer(self.prompt_root, trie.max_depth)
+        self._output_writer = Writer(trie.root, trie.max_depth)
+        tokens = [trie.check(token) for token in prompt_ids]
+        for token in tokens:
+            self._prompt_writer.write(token)
+        self._recent = tokens[-trie.max_match :]  # the suffix that drafts continue
 
     def observe(
         self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
     ) -> None:
         """These tokens were emitted. Their n-grams are in the trie from now on, for this query and all others."""
+        tokens = [self.trie.check(token) for token in tokens]
         for token in tokens:
-            self.trie.n_nodes += self._output_writer.insert(self.trie.check(token))
-            self._prompt_writer.insert(token, start_here=False)
-            self._prompt_reader.follow(token)
-            self._output_reader.follow(token)
+            self.trie.n_nodes += self._output_writer.write(token)
+            self._prompt_writer.write(token, begin=False)
+        self._recent = [*self._recent, *tokens][-self.trie.max_match :]
 
     def close(self) -> None:
         """The query ends: its prompt is forgotten."""
         self.prompt_root = Node()
-        self._prompt_writer = self._prompt_reader = Trail(self.prompt_root, self.trie.max_depth)
+        self._prompt_writer = Writer(self.prompt_root, self.trie.max_depth)
 
     def draft(self, budget: int, picker: object = None) -> DraftTree:
         """At most `budget` tokens that may come next, as a tree; empty if nothing is known."""
@@ -256,10 +257,13 @@ class TrieSession:
         grow[self.trie.mode](budget, tokens, parents)
         return DraftTree(tokens, parents)
 
-    def _suffixes(self) -> Iterable[tuple[Node | None, Node | None]]:
+    def _suffixes(self) -> Iterator[tuple[Node | None, Node | None]]:
         """The nodes of the text's suffixes in the output trie and in the prompt's, longest suffix first."""
-        pairs = list(zip(self._output_reader.nodes, self._prompt_reader.nodes))
-        return ((output, prompt) for output, prompt in reversed(pairs[1:]) if output or prompt)
+        for start in range(len(self._recent)):
+            suffix = self._recent[start:]
+            output, prompt = find(self.trie.root, suffix), find(self.prompt_root, suffix)
+            if output or prompt:
+                yield output, prompt
 
     def _continuations(self, output: Node | None, prompt: Node | None, most: int) -> list[tuple]:
         """(-weight, token, output child, prompt child) of the `most` frequent continuations, most frequent first.

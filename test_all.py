@@ -1,0 +1,1413 @@
+"""All tests, in the order of the rooms. `pytest` runs the fast ones, `pytest -m slow` the rest.
+
+Every fast path has a slow twin here: a forward over a tree against a forward per path, a cache against a plain list, a
+trie against counting all n-grams, lookahead against plain decoding. Toy models have random weights from a fixed integer
+hash, so they are the same on every machine. No network, no data outside the repository.
+
+`python test_all.py golden` writes assets/golden_logits.safetensors anew; it needs transformers.
+"""
+
+import functools
+import http.server
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import cli
+import weights
+from lookahead import ROUNDING, NearTie, decode, first_difference, generate, near_tie
+from model import GPT, GPTConfig, KVCache
+from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
+from tokenizer import ASSET, EOT_TEXT, Tokenizer
+from train import batches, evaluate, learning_rate, orthogonal, pad, problems
+from trie import MODES, DraftTree, TokenTrie
+
+ROOT = Path(__file__).resolve().parent
+GOLDEN = ROOT / "assets" / "golden_logits.safetensors"
+BAKER = "Question: A baker makes 12 trays of 8 rolls and sells each roll for 2 dollars. How much does he earn?\nAnswer:"
+
+
+# --- helpers --------------------------------------------------------------------------------------------------------
+
+
+def toy(
+    n_layer: int = 2,
+    n_head: int = 3,
+    n_embd: int = 24,
+    vocab_size: int = 29,
+    n_ctx: int = 64,
+    scale: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+) -> GPT:
+    """A GPT whose weights are a hash of tensor number and index: the same everywhere, and large enough to matter."""
+    model = GPT(GPTConfig(n_layer, n_head, n_embd, vocab_size, n_ctx))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        noise = (hash_uniform(20_000 + number, 0, parameter.numel()) - 0.5).view(parameter.shape)
+        centre = 1.0 if name.split(".")[-2].startswith("ln_") and name.endswith("weight") else 0.0
+        parameter.data = centre + 2 * scale * noise
+    return model.to(dtype).requires_grad_(False)
+
+
+def random_tree(rng: random.Random, n: int, vocab_size: int) -> DraftTree:
+    tokens, parents, taken = [], [], set()
+    while len(tokens) < n:
+        parent, token = rng.randrange(-1, len(tokens)), rng.randrange(vocab_size)
+        if (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+    return DraftTree(tokens, parents)
+
+
+class RandomDrafter:
+    """Drafts junk."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.rng, self.vocab_size = random.Random(seed), vocab_size
+        self.opened = self.closed = 0
+
+    def open(self, prompt_ids):
+        self.opened += 1
+        return self
+
+    def draft(self, budget, picker=None):
+        return random_tree(self.rng, self.rng.randint(0, budget), self.vocab_size)
+
+    def observe(self, tokens, draft=None, picks=None):
+        pass
+
+    def close(self):
+        self.closed += 1
+
+
+class OracleDrafter(RandomDrafter):
+    """Drafts the true continuation, `depth` tokens of it, amid junk."""
+
+    def __init__(self, seed: int, vocab_size: int, truth: list[int], depth: int) -> None:
+        super().__init__(seed, vocab_size)
+        self.truth, self.depth = truth, depth
+
+    def open(self, prompt_ids):
+        self.done = 0
+        return super().open(prompt_ids)
+
+    def draft(self, budget, picker=None):
+        path = self.truth[self.done : self.done + self.depth]
+        tokens, parents, node = [], [], -1
+        for token in path:
+            for wrong in {self.rng.randrange(self.vocab_size), self.rng.randrange(self.vocab_size)} - {token}:
+                tokens.append(wrong)
+                parents.append(node)
+            tokens.append(token)
+            parents.append(node)
+            node = len(tokens) - 1
+        return DraftTree(tokens, parents)
+
+    def observe(self, tokens, draft=None, picks=None):
+        self.done += len(tokens)
+
+
+@functools.cache
+def bundled(name: str, dtype: torch.dtype = torch.float32) -> GPT:
+    return GPT.load(name, dtype=dtype)
+
+
+def assert_same_or_near_tie(name: str, prompt: list[int], a: list[int], b: list[int], picker=None) -> bool:
+    """True if equal; False if rounding explains the difference; fails otherwise."""
+    if a == b:
+        return True
+    tie = near_tie(bundled(name, torch.float64), prompt, a, b, picker)
+    assert tie.gap <= ROUNDING[torch.float32], f"texts part at new token {tie.position}, gap {tie.gap}"
+    return False
+
+
+def chi_square_p(counts: list[int], expected: list[float]) -> float:
+    """The p-value of Pearson's test; cells expecting fewer than 5 are pooled."""
+    pooled_counts, pooled_expected, rest = [], [], [0.0, 0.0]
+    for count, mean in zip(counts, expected):
+        if mean < 5:
+            rest[0] += count
+            rest[1] += mean
+        else:
+            pooled_counts.append(count)
+            pooled_expected.append(mean)
+    if rest[1] > 0:
+        pooled_counts.append(rest[0])
+        pooled_expected.append(rest[1])
+    statistic = sum((c - e) ** 2 / e for c, e in zip(pooled_counts, pooled_expected))
+    half = torch.tensor([(len(pooled_counts) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+# A correct sampler fails a chi-square test with this probability; there are about a dozen such tests, their seeds are
+# fixed, so a failure means a change of the code and not bad luck.
+FALSE_ALARM = 1e-4
+
+
+# --- model.py: one forward ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 24, 29, 64), (1, 1, 8, 5, 32), (3, 4, 32, 101, 48)])
+def test_tree_attention_equals_recomputing_every_path(shape):
+    model = toy(*shape)
+    rng = random.Random(sum(shape))
+    for _ in range(40):
+        prefix = [rng.randrange(model.vocab_size) for _ in range(rng.randint(1, 12))]
+        tree = random_tree(rng, rng.randint(0, 18), model.vocab_size)
+        cache = model.new_cache(40)
+        model(prefix[:-1], cache=cache) if len(prefix) > 1 else None
+        base = cache.length
+        mask = torch.ones(1 + len(tree), base + 1 + len(tree), dtype=torch.bool)
+        mask[:, base:] = tree.mask()
+        tokens = [prefix[-1], *tree.tokens]
+        logits = model(tokens, [base, *(base + d for d in tree.depths)], mask, cache)
+        assert cache.length == base + 1 + len(tree)
+        for node in range(-1, len(tree)):
+            path = [tree.tokens[i] for i in tree.path(node)]
+            assert (logits[node + 1] - model(prefix + path)[-1]).abs().max() < 1e-9
+
+
+def test_a_forest_is_a_batch():
+    """Several sequences in one list that do not see each other."""
+    model, rng = toy(), random.Random(1)
+    sequences = [[rng.randrange(29) for _ in range(rng.randint(1, 9))] for _ in range(4)]
+    tokens = list(itertools.chain(*sequences))
+    owner = torch.tensor([i for i, s in enumerate(sequences) for _ in s])
+    mask = (owner[:, None] == owner) & torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    logits = model(tokens, [p for s in sequences for p in range(len(s))], mask, model.new_cache())
+    start = 0
+    for sequence in sequences:
+        assert (logits[start : start + len(sequence)] - model(sequence)).abs().max() < 1e-9
+        start += len(sequence)
+
+
+def test_any_chunking_of_a_sequence_gives_the_same_logits_and_rows_select():
+    model, rng = toy(), random.Random(2)
+    for _ in range(20):
+        tokens = [rng.randrange(29) for _ in range(40)]
+        whole, cache, at = model(tokens), model.new_cache(), 0
+        while at < len(tokens):
+            q = rng.randint(1, len(tokens) - at)
+            rows = sorted(rng.sample(range(q), rng.randint(1, q)))
+            logits = model(tokens[at : at + q], cache=cache, rows=rows)
+            assert logits.shape == (len(rows), 29)
+            assert (logits - whole[[at + row for row in rows]]).abs().max() < 1e-9
+            at += q
+
+
+def test_batched_training_forward_equals_single_sequences():
+    model = toy()
+    tokens = torch.arange(60).view(4, 15) % 29
+    batch = model(tokens)
+    assert batch.shape == (4, 15, 29)
+    for row in range(4):
+        assert (batch[row] - model(tokens[row])).abs().max() < 1e-9
+    assert model(tokens.view(2, 2, 15), rows=[14]).shape == (2, 2, 1, 29)
+
+
+def test_forward_refuses_what_does_not_fit():
+    model = toy(n_ctx=16)
+    cache = model.new_cache(4)
+    model([1, 2, 3], cache=cache)
+    for message, arguments in {
+        "at least one token": ([], None, None, None),
+        "no room": ([1, 2], None, None, cache),
+        "context of 16": ([1] * 17, None, None, None),
+        "positions must lie": ([1], [16], None, None),
+        "2 tokens, but positions": ([1, 2], [0], None, None),
+        "mask has shape": ([1, 2], None, torch.ones(2, 3, dtype=torch.bool), None),
+        "one flat list": (torch.ones(1, 1, dtype=torch.long), None, None, cache),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model(*arguments)
+    assert cache.length == 3  # a refused forward leaves the cache alone
+
+
+def test_config_refuses_nonsense():
+    with pytest.raises(ValueError, match="n_layer"):
+        GPTConfig(0, 1, 8, 5, 8)
+    with pytest.raises(ValueError, match="evenly"):
+        GPTConfig(1, 3, 8, 5, 8)
+
+
+# --- model.py: the cache against a plain list -----------------------------------------------------------------------
+
+
+def cache_contents(cache: KVCache) -> list[float]:
+    assert torch.equal(cache.k[:, :, : cache.length], cache.v[:, :, : cache.length] / 2)
+    return cache.k[0, 0, : cache.length, 0].tolist()
+
+
+def test_cache_operations_against_a_list():
+    config = GPTConfig(2, 2, 8, 5, 8)
+    for seed in range(150):
+        rng, counter = random.Random(seed), itertools.count(1)
+        pairs = [(KVCache(config, 20), [])]
+        for _ in range(40):
+            cache, model = pairs[rng.randrange(len(pairs))]
+            action = rng.choice(["append", "append", "keep", "keep", "truncate", "fork", "to"])
+            if action == "append" and len(model) < 20:
+                q = rng.randint(1, 20 - len(model))
+                values = [float(next(counter)) for _ in range(q)]
+                for layer in range(2):
+                    k = torch.tensor(values).view(1, q, 1).expand(2, q, 4)
+                    seen_k, seen_v = cache.append(layer, k, 2 * k)
+                    assert seen_k.shape == seen_v.shape == (2, len(model) + q, 4)
+                cache.advance(q)
+                model += values
+            elif action == "keep" and model:
+                start = rng.randint(0, len(model))
+                slots = [rng.randrange(len(model)) for _ in range(rng.randint(0, 20 - start))]
+                cache.keep(start, slots)
+                model[:] = model[:start] + [model[slot] for slot in slots]
+            elif action == "truncate":
+                length = rng.randint(0, len(model))
+                cache.truncate(length)
+                del model[length:]
+            elif action == "fork" and len(pairs) < 4:
+                pairs.append((cache.fork(), list(model)))
+            elif action == "to":
+                assert cache.to("cpu") is cache
+            for cache, model in pairs:  # all of them: writing to one never shows in another
+                assert cache.length == len(model)
+                assert cache_contents(cache) == model
+                assert cache.nbytes == 2 * 2 * 2 * 20 * 4 * 4
+                assert cache.live_nbytes == cache.nbytes * len(model) // 20
+
+
+def test_cache_refuses_what_is_not_there():
+    cache = KVCache(GPTConfig(1, 1, 4, 5, 8), 6)
+    cache.advance(4)
+    for wrong in (
+        lambda: cache.truncate(5),
+        lambda: cache.truncate(-1),
+        lambda: cache.keep(0, [4]),
+        lambda: cache.keep(5, []),
+        lambda: cache.keep(3, [0, 0, 0, 0]),
+        lambda: cache.keep(0, [-1]),
+        lambda: KVCache(GPTConfig(1, 1, 4, 5, 8), 0),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    assert cache.length == 4
+
+
+def test_after_keep_the_model_goes_on_as_if_the_rest_had_never_been():
+    model, rng = toy(), random.Random(5)
+    for _ in range(30):
+        prefix = [rng.randrange(29) for _ in range(6)]
+        tree = random_tree(rng, 12, 29)
+        cache = model.new_cache(32)
+        model(prefix, cache=cache)
+        mask = torch.ones(12, 18, dtype=torch.bool)
+        mask[:, 6:] = tree.mask()[1:, 1:]
+        model(tree.tokens, [5 + depth for depth in tree.depths], mask, cache)
+        path = tree.path(rng.randrange(12))
+        cache.keep(6, [6 + node for node in path])
+        text = prefix + [tree.tokens[node] for node in path]
+        assert (model([7], cache=cache)[0] - model([*text, 7])[-1]).abs().max() < 1e-9
+
+
+# --- weights.py: files as they are ----------------------------------------------------------------------------------
+
+SHAPES = {
+    "odd": (2, 3, 48, 97, 64),
+    "single": (1, 1, 64, 1001, 64),
+    "heads": (3, 4, 32, 259, 128),
+    "wide": (2, 5, 320, 503, 96),
+}
+
+
+def golden_tokens(name: str) -> list[int]:
+    _, _, _, vocab_size, n_ctx = SHAPES[name]
+    return [int(u * vocab_size) for u in hash_uniform(7, 7, n_ctx)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_golden_logits(name, tmp_path):
+    """What transformers' GPT2LMHeadModel computed in float64 for the toy model of this shape; see make_golden."""
+    golden = load_file(GOLDEN)[name]
+    toy(*SHAPES[name], scale=0.1).save(tmp_path)
+    for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        logits = GPT.load(tmp_path, dtype=dtype)(golden_tokens(name))
+        assert logits.dtype == dtype
+        assert golden.abs().max() > 1  # nothing trivial is compared
+        assert (logits.double()[-golden.shape[0] :] - golden).abs().max() < bound
+
+
+def transformers_logits(folder: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers where it is installed")
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "tiny", "nano"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_logits_as_transformers_on_the_same_file(name, dtype, tmp_path):
+    folder = tmp_path
+    if name in SHAPES:
+        toy(*SHAPES[name], scale=0.1).save(folder)
+        tokens = golden_tokens(name)
+    else:
+        folder, tokens = ROOT / "models" / name, Tokenizer(4096).encode(BAKER)
+    theirs = transformers_logits(folder, tokens, dtype)
+    ours = GPT.load(folder, dtype=dtype)(tokens)
+    assert (ours - theirs).abs().max() < (1e-9 if dtype == torch.float64 else 1e-4)
+
+
+def published(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_files_as_they_exist_in_the_wild(tmp_path):
+    model = toy(2, 2, 128, 97, 32, scale=0.1, dtype=torch.float32)
+    expected = model([1, 2, 3])
+    plain = published(model)
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(2)}
+    masks |= {f"h.{i}.attn.masked_bias": torch.tensor(-1e4) for i in range(2)}
+    prefixed = {f"transformer.{name}": tensor for name, tensor in plain.items()}
+    variants = {
+        "hub": plain | masks,
+        "transformers": prefixed | {f"transformer.{k}": v for k, v in masks.items()},
+        "with head": prefixed | {"lm_head.weight": plain["wte.weight"].clone()},
+    }
+    for name, tensors in variants.items():
+        file = tmp_path / f"{name}.safetensors"
+        save_file(tensors, file)  # a bare file: 128 wide, so 2 heads of 64
+        assert torch.equal(GPT.load(file)([1, 2, 3]), expected)
+    for dtype, bound in ((torch.float16, 0.02), (torch.bfloat16, 0.2)):
+        file = tmp_path / f"{dtype}.safetensors"
+        save_file({name: tensor.to(dtype) for name, tensor in plain.items()}, file)
+        loaded = GPT.load(file)
+        assert loaded.dtype == torch.float32 and not any(p.requires_grad for p in loaded.parameters())
+        assert 0 < (loaded([1, 2, 3]) - expected).abs().max() < bound
+    odd = toy(1, 3, 48, 97, 32)  # heads of 16: only metadata or a config.json can tell
+    odd.save(tmp_path / "odd")
+    assert GPT.load(tmp_path / "odd" / "model.safetensors").config == odd.config
+    save_file(published(odd), tmp_path / "odd.safetensors")
+    with pytest.raises(ValueError, match="number of heads"):
+        GPT.load(tmp_path / "odd.safetensors")
+
+
+def test_one_error_names_all_tensors_that_are_wrong(tmp_path):
+    tensors = published(toy())
+    del tensors["h.1.mlp.c_fc.bias"], tensors["ln_f.weight"]
+    tensors["extra"] = torch.zeros(1)
+    tensors["h.0.attn.c_proj.weight"] = torch.zeros(24, 25)
+    toy().save(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        GPT.load(tmp_path)
+    for part in ("missing h.1.mlp.c_fc.bias", "missing ln_f.weight", "unexpected extra", "(24, 25), expected (24, 24)"):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_damaged_and_foreign_files_get_one_clear_line(tmp_path):
+    toy().save(tmp_path / "good")
+    data = (tmp_path / "good" / "model.safetensors").read_bytes()
+    config = json.loads((tmp_path / "good" / "config.json").read_text())
+    for name, damaged in {"short": data[:-100], "header": data[:50], "empty": b"", "text": b"hello, world" * 9}.items():
+        file = tmp_path / f"{name}.safetensors"
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="not a whole safetensors file") as error:
+            GPT.load(file)
+        assert "\n" not in str(error.value)
+    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
+    save_file({"wte.weight": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "int8.safetensors")
+    untied = published(toy(1, 1, 64, 9, 8)) | {"lm_head.weight": torch.ones(9, 64, dtype=torch.float64)}
+    save_file(untied, tmp_path / "untied.safetensors")
+    for name, message in {"other": "is not GPT-2", "int8": "int8", "untied": "head of its own"}.items():
+        with pytest.raises(ValueError, match=message):
+            GPT.load(tmp_path / f"{name}.safetensors")
+    for change, message in (
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"model_type": "llama"}, "model_type"),
+        ({"n_layer": None}, "n_layer"),
+        ({"n_head": 5}, "evenly"),
+        ("[1]", "not valid JSON"),
+        ("{", "not valid JSON"),
+    ):
+        text = change if isinstance(change, str) else json.dumps(config | change)
+        (tmp_path / "good" / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            GPT.load(tmp_path / "good")
+    (tmp_path / "good" / "config.json").unlink()
+    (tmp_path / "bad").mkdir()
+    for path, message in (("good", "config.json"), ("bad", "model.safetensors"), ("nowhere", "tiny, nano")):
+        with pytest.raises(FileNotFoundError, match=message):
+            GPT.load(tmp_path / path)
+
+
+def test_save_replaces_a_folder_that_is_in_use(tmp_path):
+    toy(scale=0.1).save(tmp_path)
+    first = GPT.load(tmp_path, dtype=torch.float64)  # mapped from the file that is replaced next
+    before = first([1, 2, 3])
+    toy(scale=0.2).save(tmp_path)
+    assert torch.equal(first([1, 2, 3]), before)
+    assert not torch.equal(GPT.load(tmp_path, dtype=torch.float64)([1, 2, 3]), before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the Hugging Face Hub on loopback, with empty caches; yields (its files, requests seen)."""
+    files: dict[str, bytes] = {}
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            seen.append(self.path)
+            body = files.get(self.path)
+            self.send_response(200 if body is not None else 404)
+            if body is not None:
+                promised = len(body) * (2 if self.path in cut else 1)
+                self.send_header("Content-Length", str(promised))
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *args):
+            pass
+
+    cut: set[str] = set()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    model = toy(dtype=torch.float32)
+    model.save(tmp_path / "served")
+    for file in ("config.json", "model.safetensors"):
+        files[f"/openai-community/gpt2/resolve/main/{file}"] = (tmp_path / "served" / file).read_bytes()
+    yield files, seen, cut, model
+    server.shutdown()
+    server.server_close()
+
+
+def test_download_once_then_from_the_cache(hub, tmp_path, capsys):
+    _, seen, _, model = hub
+    for _ in range(2):
+        assert torch.equal(GPT.load("gpt2")([1, 2]), model([1, 2]))
+    assert len(seen) == 2  # one request a file, none the second time
+    assert "100" in capsys.readouterr().err  # a progress bar was shown
+    assert [p.name for p in (tmp_path / "cache" / "lookahead").iterdir()] == ["gpt2"]  # nothing half-written is left
+
+
+def test_broken_downloads_leave_nothing_behind(hub, tmp_path):
+    files, _, cut, _ = hub
+    path = "/openai-community/gpt2/resolve/main/model.safetensors"
+    whole = files[path]
+    cut.add(path)  # the connection breaks half-way
+    with pytest.raises(FileNotFoundError, match=r"cannot download gpt2.*tiny, nano"):
+        files[path] = whole[: len(whole) // 2]
+        GPT.load("gpt2")
+    cut.clear()
+    del files[path]
+    with pytest.raises(FileNotFoundError, match=r"Not Found.*tiny, nano"):
+        GPT.load("gpt2")
+    assert list((tmp_path / "cache" / "lookahead").iterdir()) == []
+    files[path] = whole
+    assert GPT.load("gpt2").vocab_size == 29
+
+
+def test_offline_is_said_in_one_line(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(FileNotFoundError, match=r"cannot download distilgpt2.*tiny, nano") as error:
+        GPT.load("distilgpt2")
+    assert "\n" not in str(error.value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
+        GPT.load("gpt2")
+
+
+@pytest.mark.parametrize("layout", ["HF_HOME", "HF_HUB_CACHE", "default"])
+@pytest.mark.parametrize("repository", ["models--gpt2", "models--openai-community--gpt2"])
+def test_an_existing_hugging_face_cache_is_used(hub, tmp_path, monkeypatch, layout, repository):
+    _, seen, _, model = hub
+    cache = {"HF_HOME": "home/hub", "HF_HUB_CACHE": "hub", "default": "cache/huggingface/hub"}[layout]
+    if layout != "default":
+        monkeypatch.setenv(layout, str(tmp_path / cache.split("/")[0]))
+    base = tmp_path / cache / repository
+    model.save(base / "snapshots" / "abc123")
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text("abc123")
+    assert torch.equal(GPT.load("gpt2")([1, 2]), model([1, 2]))
+    assert seen == []
+
+
+# --- tokenizer.py ---------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "Hello, world",
+    "It's 48/2 = <<48/2=24>>24 clips.\n#### 24",
+    "naïve café, 東京, 😀😀",
+    "   tabs\t\tand\n\n\nlines  ",
+    "",
+    "Привет",
+    "e\u0301 \u200d 👩‍👩‍👧",
+    "\x00\x07",
+]
+
+
+@pytest.mark.parametrize("vocab_size", [257, 300, 4096, 50257, 50304])
+def test_tokenizer_round_trips(vocab_size):
+    tokenizer = Tokenizer(vocab_size)
+    for text in [*TEXTS, EOT_TEXT]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert all(0 <= token < tokenizer.eot for token in ids)  # end-of-text in the text is ordinary text
+    assert tokenizer.encode(f"a{EOT_TEXT}b", special=True).count(tokenizer.eot) == 1
+    assert tokenizer.eot == min(vocab_size, 50257) - 1
+
+
+def test_gpt2_ids_are_the_published_ones():
+    """Ids that are common knowledge about GPT-2's vocabulary, and a bundled vocabulary with the same ids."""
+    tokenizer = Tokenizer()
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    assert tokenizer.encode(EOT_TEXT, special=True) == [50256]
+    small = Tokenizer(4096)
+    assert all(small.token_bytes(i) == tokenizer.token_bytes(i) for i in range(4095))
+
+
+def test_stream_never_splits_and_never_loses_a_character():
+    rng = random.Random(0)
+    for vocab_size in (257, 4096, 50257):
+        tokenizer = Tokenizer(vocab_size)
+        for case in range(200):
+            if case % 2:  # whole text
+                ids = tokenizer.encode("".join(rng.choice(TEXTS) for _ in range(3)))
+            else:  # any tokens at all, so broken characters too
+                ids = [rng.randrange(vocab_size - 1) for _ in range(rng.randint(0, 30))]
+            stream, pieces, at = tokenizer.stream(), [], 0
+            while at < len(ids):
+                q = rng.randint(1, 4)
+                pieces.append(stream.push(ids[at : at + q]))
+                at += q
+                if case % 2:
+                    assert "\ufffd" not in pieces[-1]
+            pieces.append(stream.close())
+            assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_tokenizer_refuses(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="cannot spell"):
+        Tokenizer(256)
+    for token in (-1, 4096):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            Tokenizer(4096).decode([token])
+    assert Tokenizer(50304).decode([50300]) == ""
+    import tokenizer as module
+
+    changed = tmp_path / "changed"
+    changed.write_bytes(ASSET.read_bytes()[:-9])
+    for file, error in ((changed, ValueError), (tmp_path / "missing", FileNotFoundError)):
+        monkeypatch.setattr(module, "ASSET", file)
+        module._gpt2_ranks.cache_clear()
+        with pytest.raises(error, match="restore it"):
+            Tokenizer(4096)
+    monkeypatch.undo()
+    module._gpt2_ranks.cache_clear()
+
+
+# --- sampling.py ----------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_splitmix64_in_tensor_form():
+    """The twin: Python's own integers, one number at a time."""
+    for seed, position in ((0, 0), (1, 5), (-3, 100), (2**70 + 1, 7)):
+        start = mix64(mix64(seed + 0x9E3779B97F4A7C15) + (position + 1) * 0x9E3779B97F4A7C15)
+        twin = [((mix64(start + (i + 1) * 0x9E3779B97F4A7C15) >> 11) + 0.5) / 2**53 for i in range(50)]
+        assert hash_uniform(seed, position, 50).tolist() == twin
+    # SplitMix64's first outputs for state 0, as published with the generator.
+    assert [mix64((i + 1) * 0x9E3779B97F4A7C15) for i in range(2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+
+def test_noise_is_uniform_and_independent_between_seeds_and_positions():
+    n = 40_000
+    vectors = {(seed, position): hash_uniform(seed, position, n) for seed in range(6) for position in range(6)}
+    for u in vectors.values():
+        assert chi_square_p(torch.histc(u, 50, 0, 1).tolist(), [n / 50] * 50) > FALSE_ALARM
+    # Correlations of all 630 pairs, in units of their standard deviation: above 4.9 with probability 6e-4 altogether.
+    matrix = torch.corrcoef(torch.stack(list(vectors.values()))) * math.sqrt(n)
+    assert matrix.fill_diagonal_(0).abs().max() < 4.9
+    assert gumbel(1, 4, 30).ne(gumbel(0, 5, 30)).all()  # not a function of seed + position
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.4, "top_k": 9, "top_p": 0.9}]
+)
+def test_sampler_draws_from_its_distribution(settings):
+    logits = 3 * (hash_uniform(1, 2, 12) - 0.5).float()
+    p = Sampler(**settings).process(logits, ()).double().softmax(-1)
+    n, one = 6000, Sampler(seed=11, **settings)
+    for name, pick in {
+        "seeds": lambda i: Sampler(seed=i, **settings).pick(logits, 3, ()),
+        "positions": lambda i: one.pick(logits, i, ()),
+    }.items():
+        counts = Counter(pick(i) for i in range(n))
+        assert all(p[token] > 0 for token in counts), name
+        kept = [token for token in range(12) if p[token] > 0]
+        assert chi_square_p([counts[t] for t in kept], [n * float(p[t]) for t in kept]) > FALSE_ALARM, name
+
+
+def test_processing_by_hand():
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, -torch.inf])
+    assert Sampler(0.5).process(logits, ()).tolist() == [2.0, 6.0, 4.0, 4.0, -math.inf]
+    kept = Sampler(top_k=2).process(logits, ())  # the second and third are equal: both stay, as in generate
+    assert kept.isfinite().tolist() == [False, True, True, True, False]
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    for top_p, size in ((0.4, 1), (0.5, 1), (0.6, 2), (0.79, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
+        assert int(Sampler(top_p=top_p).process(p.log(), ()).isfinite().sum()) == size, top_p
+    assert Greedy().pick(logits, 0, ()) == 1
+    assert Sampler(top_k=1, seed=5).pick(logits, 0, ()) == 1
+
+
+def test_processing_equals_transformers():
+    transformers = pytest.importorskip("transformers")
+    generator = torch.Generator().manual_seed(0)
+    for case in range(60):
+        logits = 4 * torch.randn(50, generator=generator)
+        rng = random.Random(case)
+        t, k, p = rng.uniform(0.3, 2), rng.randint(1, 60), rng.uniform(0.05, 0.999)
+        theirs = logits[None]
+        for warper in (
+            transformers.TemperatureLogitsWarper(t),
+            transformers.TopKLogitsWarper(k),
+            transformers.TopPLogitsWarper(p),
+        ):
+            theirs = warper(None, theirs)
+        assert torch.equal(Sampler(t, k, p).process(logits, ()), theirs[0])
+
+
+def test_sampler_refuses():
+    for settings in (
+        {"temperature": 0},
+        {"temperature": -1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+    ):
+        with pytest.raises(ValueError):
+            Sampler(**settings)
+
+
+# --- trie.py --------------------------------------------------------------------------------------------------------
+
+
+def test_draft_tree_by_hand():
+    tree = DraftTree([5, 6, 7, 8], [-1, -1, 0, 2], probs=[0.6, 0.3, 0.5, 0.1])
+    assert tree.depths == [1, 1, 2, 3]
+    assert tree.children[-1] == {5: 0, 6: 1} and tree.children[0] == {7: 2} and tree.children[3] == {}
+    assert tree.path(3) == [0, 2, 3] and tree.path(-1) == []
+    assert tree.mask().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    drawing = tree.render(lambda ids: "abcdefghi"[ids[0]], accepted=[0])
+    assert drawing.splitlines() == [
+        "(root)",
+        "|-- 'f'  0.60 *",
+        "|   `-- 'h'  0.50",
+        "|       `-- 'i'  0.10",
+        "`-- 'g'  0.30",
+    ]
+    trimmed = tree.trim(2)
+    assert (trimmed.tokens, trimmed.parents, trimmed.probs) == ([5, 6, 7], [-1, -1, 0], [0.6, 0.3, 0.5])
+    assert tree.trim(3) is tree and tree.trim(3, 2).tokens == [5, 6] and len(DraftTree([], []).trim(0)) == 0
+    for tokens, parents, probs in (
+        ([1], [0], None),
+        ([1, 1], [-1, -1], None),
+        ([1], [-2], None),
+        ([1], [], None),
+        ([1], [-1], []),
+    ):
+        with pytest.raises(ValueError):
+            DraftTree(tokens, parents, probs)
+
+
+def test_tree_mask_against_paths():
+    rng = random.Random(3)
+    for n in range(25):
+        tree = random_tree(rng, n, 6)
+        mask = tree.mask()
+        for node in range(-1, n):
+            assert {j - 1 for j in mask[node + 1].nonzero().flatten().tolist()} == {-1, *tree.path(node)}
+
+
+def ngrams(text: list[int], depth: int, starts: range) -> Counter:
+    return Counter(tuple(text[i : i + n]) for i in starts for n in range(1, depth + 1) if i + n <= len(text))
+
+
+def trie_counts(root) -> Counter:
+    counts, stack = Counter(), [((), root)]
+    while stack:
+        path, node = stack.pop()
+        for token, child in node.children.items():
+            counts[(*path, token)] = child.count
+            assert len(path) == 0 or child.count <= node.count
+            stack.append(((*path, token), child))
+    return counts
+
+
+def test_trie_counts_equal_brute_force():
+    for seed in range(40):
+        rng = random.Random(seed)
+        depth = rng.randint(2, 6)
+        trie = TokenTrie(5, max_depth=depth, max_match=rng.randint(1, depth - 1))
+        outputs = Counter()
+        for _ in range(rng.randint(0, 4)):
+            text = [rng.randrange(5) for _ in range(rng.randint(0, 15))]
+            trie.insert(text)
+            outputs += ngrams(text, depth, range(len(text)))
+        prompt, said = [rng.randrange(5) for _ in range(rng.randint(1, 15))], []
+        session = trie.open(prompt)
+        for _ in range(6):
+            tokens = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
+            session.observe(tokens)
+            said += tokens
+            # n-grams that begin in the prompt are the query's own, those that begin in the output everybody's
+            assert trie_counts(session.prompt_root) == ngrams(prompt + said, depth, range(len(prompt)))
+            total = outputs + ngrams(said, depth, range(len(said)))
+            assert trie_counts(trie.root) == total and trie.n_nodes == len(total)
+            assert all(trie.count(path) == count for path, count in total.items())
+        session.close()
+        assert trie_counts(trie.root) == total and trie.count(prompt[:depth]) == total[tuple(prompt[:depth])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_are_continuations_that_were_seen(mode):
+    for seed in range(60):
+        rng = random.Random(seed)
+        trie = TokenTrie(4, max_depth=6, max_match=3, mode=mode)
+        seen = set()
+        for _ in range(3):
+            text = [rng.randrange(4) for _ in range(20)]
+            trie.insert(text)
+            seen |= set(ngrams(text, 6, range(20)))
+        text = [rng.randrange(4) for _ in range(8)]
+        session = trie.open(text)
+        for _ in range(5):
+            tokens = [rng.randrange(4) for _ in range(2)]
+            session.observe(tokens)
+            text += tokens
+            seen |= set(ngrams(text, 6, range(len(text))))
+            for budget in (0, 1, 4, 17):
+                tree = session.draft(budget)
+                assert len(tree) <= budget
+                again = session.draft(budget)
+                assert (tree.tokens, tree.parents) == (again.tokens, again.parents)  # deterministic
+                suffixes = [tuple(text[len(text) - n :]) for n in range(1, 4)]
+                for node in range(len(tree)):
+                    path = tuple(tree.tokens[i] for i in tree.path(node))
+                    assert any((*suffix, *path) in seen for suffix in suffixes)
+
+
+def brute_force_hierarchical(counts: Counter, text: list[int], budget: int, max_match: int) -> set:
+    """Longest suffix first, below it the most frequent paths; ties by when they could first be reached."""
+    taken: list[tuple] = []
+    for n in range(max_match, 0, -1):
+        suffix = tuple(text[len(text) - n :]) if n <= len(text) else None
+        if suffix is None or not counts[suffix]:
+            continue
+        below = {path[n:]: c for path, c in counts.items() if path[:n] == suffix and len(path) > n}
+        open_paths = [()]
+        frontier: list[tuple] = []
+        order = itertools.count()
+        while len(taken) < budget:
+            for path in open_paths:
+                children = [p for p in below if len(p) == len(path) + 1 and p[:-1] == path]
+                for child in sorted(children, key=lambda p: (-below[p], p[-1]))[:budget]:
+                    frontier.append((-below[child], next(order), child))
+            if not frontier:
+                break
+            best = min(frontier)
+            frontier.remove(best)
+            if best[2] not in taken:
+                taken.append(best[2])
+            open_paths = [best[2]]
+    return set(taken)
+
+
+def test_hierarchical_takes_the_most_frequent_nodes_longest_suffix_first():
+    for seed in range(40):
+        rng = random.Random(seed)
+        trie, counts = TokenTrie(4, max_depth=5, max_match=2), Counter()
+        for _ in range(3):
+            text = [rng.choice([0, 0, 1, 1, 2, 3]) for _ in range(25)]
+            trie.insert(text)
+            counts += ngrams(text, 5, range(25))
+        said = text[:3]
+        session = trie.open([])
+        session.observe(said)
+        counts += ngrams(said, 5, range(3))
+        for budget in (1, 3, 8, 30):
+            tree = session.draft(budget)
+            paths = {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))}
+            assert paths == brute_force_hierarchical(counts, said, budget, 2)
+
+
+def test_the_other_modes_by_hand():
+    def draft(mode: str, budget: int) -> tuple:
+        trie = TokenTrie(9, max_depth=4, max_match=2, mode=mode)
+        for text in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5], [1, 2, 6, 7], [2, 8]):
+            trie.insert(text)
+        session = trie.open([1])
+        session.observe([2])
+        tree = session.draft(budget)
+        return tree.tokens, tree.parents
+
+    # After "1 2": 3 (three times) and then 5 (twice) or 4; or 6 7. After "2" alone also 8.
+    assert draft("single", 9) == ([3, 5], [-1, 0])
+    assert draft("single", 1) == ([3], [-1])
+    assert draft("parallel", 9) == ([3, 5, 6, 7, 8], [-1, 0, -1, 2, -1])
+    assert draft("parallel", 3) == ([3, 5, 6], [-1, 0, -1])
+    assert draft("hierarchical", 9)[0][:4] == [3, 5, 6, 4]
+    for mode in MODES:
+        assert draft(mode, 0) == ([], [])
+
+
+def test_two_queries_do_not_see_each_others_prompts():
+    trie = TokenTrie(10)
+    a, b = trie.open([1, 2, 3, 1, 2]), trie.open([4, 5, 4])
+    assert a.draft(4).tokens == [3, 1, 2] and b.draft(4).tokens == [5, 4]
+    b.observe([1, 2])
+    assert 3 not in b.draft(9).tokens  # that "3" follows "1 2" is a's secret
+    b.observe([7, 1, 2])
+    assert 7 in a.draft(9).tokens  # outputs are shared
+    a.close()
+    assert a.draft(9).tokens.count(3) == 0 and trie.count([1, 2, 3]) == 0
+    b.close()
+
+
+def test_trie_refuses():
+    for settings in ({"mode": "best"}, {"max_depth": 3, "max_match": 3}, {"max_match": 0}):
+        with pytest.raises(ValueError):
+            TokenTrie(5, **settings)
+    trie = TokenTrie(5)
+    for tokens in ([1, 2, 5], [1, -1]):
+        with pytest.raises(ValueError, match="outside the trie's vocabulary"):
+            trie.insert(tokens)
+    assert trie.n_nodes == 0 and trie.count([1]) == 0  # nothing half-inserted
+
+
+# --- lookahead.py: identical ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "picker",
+    [Greedy(), Sampler(1.0, seed=3), Sampler(0.8, top_k=9, top_p=0.9, seed=4)],
+    ids=["greedy", "sampled", "filtered"],
+)
+def test_any_draft_gives_the_plain_text(picker):
+    """float64, so not one token may differ: junk drafts, oracle drafts, the trie; lengths, stops, contexts."""
+    model = toy(n_ctx=48)
+    for seed in range(60):
+        rng = random.Random(seed)
+        prompt = [rng.randrange(29) for _ in range(rng.randint(1, 20))]
+        settings = {
+            "picker": picker,
+            "max_new_tokens": rng.randint(1, 60),
+            "stop_ids": rng.sample(range(29), rng.choice([0, 1, 1, 3])),
+        }
+        plain = generate(model, prompt, **settings)
+        trie = TokenTrie(29, max_depth=5, mode=rng.choice(MODES))
+        trie.insert(plain.tokens[: rng.randint(0, 40)])
+        for drafter in (RandomDrafter(seed, 29), OracleDrafter(seed, 29, plain.tokens, rng.randint(1, 9)), trie):
+            budget = rng.choice([1, 2, 7, 30, "auto"])
+            fast = generate(model, prompt, drafter=drafter, budget=budget, **settings)
+            assert (fast.tokens, fast.finish_reason) == (plain.tokens, plain.finish_reason)
+            for step in fast.steps:
+                assert len(step.draft) <= (12 if budget == "auto" else budget)
+                assert len(step.tokens) == len(step.accepted) + 1
+                assert [step.draft.tokens[node] for node in step.accepted] == step.tokens[:-1]
+        expected = {"stop": plain.tokens[-1] in settings["stop_ids"]}
+        expected["length"] = len(plain.tokens) == settings["max_new_tokens"]
+        expected["context"] = len(prompt) + len(plain.tokens) == 48
+        assert expected[plain.finish_reason]
+
+
+def test_an_oracle_saves_steps_and_junk_saves_none():
+    model, prompt = toy(), [3, 1, 4]
+    plain = generate(model, prompt, max_new_tokens=41)
+    assert len(plain.steps) == 40 and plain.tokens_per_step == 1 and plain.prefill.tokens == plain.tokens[:1]
+    oracle = generate(model, prompt, max_new_tokens=41, drafter=OracleDrafter(0, 29, plain.tokens, 4), budget=99)
+    assert len(oracle.steps) == 8 and oracle.tokens_per_step == 5
+    assert [step.position for step in oracle.steps] == [4 + 5 * i for i in range(8)]
+    assert math.isnan(generate(model, prompt, max_new_tokens=1).tokens_per_step)
+
+
+def test_plain_decoding_is_what_recomputing_says():
+    model = toy()
+    for picker in (Greedy(), Sampler(1.0, seed=8)):
+        text = [5, 6]
+        for _ in range(30):
+            text.append(picker.pick(model(text)[-1], len(text), text))
+        assert generate(model, [5, 6], picker=picker, max_new_tokens=30).tokens == text[2:]
+
+
+def test_a_cache_of_the_prompt_can_be_handed_in():
+    model, prompt = toy(), [3, 1, 4, 1, 5]
+    plain = generate(model, prompt, max_new_tokens=20)
+    for known in range(5):
+        cache = model.new_cache(40)
+        model(prompt[:known], cache=cache) if known else None
+        result = generate(model, prompt, max_new_tokens=20, cache=cache, drafter=RandomDrafter(1, 29), budget=30)
+        assert result.tokens == plain.tokens  # the capacity of 40 trims the drafts, and no more
+        assert cache.length == 24  # everything but the last token
+
+
+def test_ends_of_the_road():
+    model = toy(n_ctx=16)
+    assert generate(model, [1] * 16).finish_reason == "context" and generate(model, [1] * 16).tokens == []
+    assert generate(model, [1], max_new_tokens=0).finish_reason == "length"
+    full = generate(model, [1] * 15)
+    assert len(full.tokens) == 1 and full.finish_reason == "context"
+    exact = generate(model, [1] * 10, max_new_tokens=6)
+    assert len(exact.tokens) == 6 and exact.finish_reason == "length"
+
+
+def test_sessions_are_closed_whatever_happens():
+    model, drafter = toy(), RandomDrafter(0, 29)
+    steps = decode(model, [1, 2], drafter=drafter)
+    next(steps)
+    steps.close()  # the reader walks away
+    generate(model, [1, 2], drafter=drafter, max_new_tokens=3)
+    drafter.vocab_size = 1000
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        generate(model, [1, 2], drafter=drafter, max_new_tokens=30)
+    assert drafter.opened == drafter.closed == 3
+
+
+def test_a_session_that_wants_picks_gets_one_for_every_node():
+    model, seen = toy(), []
+
+    class Curious(RandomDrafter):
+        wants_picks = True
+
+        def observe(self, tokens, draft=None, picks=None):
+            seen.append((tokens, draft, picks))
+
+    picker = Sampler(seed=2)
+    generate(model, [1, 2], drafter=Curious(3, 29), picker=picker, budget=8, max_new_tokens=12)
+    text = [1, 2]
+    for tokens, draft, picks in seen:
+        if picks is not None:
+            for node in range(-1, len(draft)):
+                context = text + [draft.tokens[i] for i in draft.path(node)]
+                assert picks[node + 1] == picker.pick(model(context)[-1], len(context), context)
+        text += tokens
+    assert sum(picks is not None for _, _, picks in seen) == len(seen) - 1 > 3
+
+
+def test_decode_refuses_at_the_call():
+    model = toy(n_ctx=16)
+    cache = model.new_cache()
+    model([1, 2], cache=cache)
+    for message, prompt, settings in (
+        ("empty", [], {}),
+        ("context holds 16", [1] * 17, {}),
+        ("outside the model's vocabulary", [1, 29], {}),
+        ("outside the model's vocabulary", [-1], {}),
+        ("budget", [1], {"budget": "lots"}),
+        ("budget", [1], {"budget": -1}),
+        ("max_new_tokens", [1], {"max_new_tokens": -1}),
+        ("nothing is left to read", [1, 2], {"cache": cache}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(model, prompt, **settings)
+
+
+def identical_on_prompts(name: str, prompts: int, tokens: int, budgets: tuple, pickers: list) -> int:
+    """Lookahead against plain decoding for all modes; returns how many runs met a (proven) near-tie."""
+    model, tokenizer = bundled(name), Tokenizer.for_model(bundled(name))
+    ties = 0
+    for picker in pickers:
+        tries = {(mode, budget): TokenTrie(4096, mode=mode) for mode in MODES for budget in budgets}
+        drafted = Counter()
+        for text in problems(prompts, seed=7):
+            prompt = tokenizer.encode(text)
+            plain = generate(model, prompt, picker=picker, max_new_tokens=tokens)  # no stop: end-of-text is a token too
+            assert len(plain.tokens) == tokens
+            for (mode, budget), trie in tries.items():
+                fast = generate(model, prompt, picker=picker, max_new_tokens=tokens, drafter=trie, budget=budget)
+                ties += not assert_same_or_near_tie(name, prompt, fast.tokens, plain.tokens, picker)
+                drafted[mode] += sum(len(step.accepted) for step in fast.steps)
+        assert all(drafted[mode] > prompts for mode in MODES)  # drafts were made and accepted in every mode
+    return ties
+
+
+def test_greedy_lookahead_is_identical_on_a_bundled_model():
+    ties = identical_on_prompts("nano", 50, 96, (4, 16), [Greedy()])
+    assert ties <= 6  # of 300 runs; more would mean that rounding is not what it was
+
+
+def test_sampled_lookahead_is_identical_on_a_bundled_model():
+    ties = identical_on_prompts(
+        "nano", 50, 48, (10,), [Sampler(1.0, seed=1), Sampler(0.8, top_k=40, top_p=0.95, seed=2)]
+    )
+    assert ties <= 6
+
+
+@pytest.mark.slow
+def test_lookahead_is_identical_on_tiny():
+    ties = identical_on_prompts(
+        "tiny", 60, 96, (4, 12, 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
+    )
+    assert ties <= 16  # of 1,620 runs
+
+
+@pytest.mark.slow
+def test_two_tokens_per_step_after_two_hundred_responses_of_its_own():
+    model, tokenizer = bundled("tiny"), Tokenizer(4096)
+    trie = TokenTrie(4096)
+    prompts = problems(220, seed=3)
+    for text in prompts[20:]:
+        trie.insert(generate(model, tokenizer.encode(text), stop_ids=(tokenizer.eot,)).tokens)
+    emitted = steps = 0
+    for text in prompts[:20]:
+        result = generate(model, tokenizer.encode(text), drafter=trie, stop_ids=(tokenizer.eot,))
+        emitted, steps = emitted + len(result.tokens) - 1, steps + len(result.steps)
+    print(f"{emitted / steps:.3f} tokens per step")
+    assert emitted / steps >= 2.0
+
+
+# --- lookahead.py: the right distribution ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_joint_distribution_of_three_tokens_equals_enumeration(drafting):
+    """All 27 outputs of a toy model over three tokens, 3,000 seeds; with drafts right and wrong."""
+    model, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), [0, 2], 3000
+    exact = {}
+    for text in itertools.product(range(3), repeat=3):
+        p = 1.0
+        for i in range(3):
+            p *= float(model([*prompt, *text[:i]])[-1].softmax(-1)[text[i]])
+        exact[text] = p
+    assert abs(sum(exact.values()) - 1) < 1e-12
+    trie = TokenTrie(3, max_depth=4, max_match=1) if drafting else None
+    counts, accepted = Counter(), 0
+    for seed in range(n):
+        result = generate(model, prompt, picker=Sampler(seed=seed), max_new_tokens=3, drafter=trie, budget=4)
+        counts[tuple(result.tokens)] += 1
+        accepted += sum(len(step.accepted) for step in result.steps)
+    assert accepted > n / 2 if drafting else accepted == 0
+    assert chi_square_p([counts[t] for t in exact], [n * p for p in exact.values()]) > FALSE_ALARM
+
+
+def test_wrong_samplers_are_noticed():
+    """The test above can fail: the same statistics refuse noise that repeats along the diagonal seed + position."""
+    model, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), [0, 2], 3000
+
+    class Biased(Sampler):
+        def noise(self, position, vocab_size, device="cpu"):
+            return gumbel(self.seed, 0, vocab_size)  # the same at every position
+
+    counts = Counter(tuple(generate(model, prompt, picker=Biased(seed=s), max_new_tokens=3).tokens) for s in range(n))
+    exact = [
+        math.prod(float(model([*prompt, *t[:i]])[-1].softmax(-1)[t[i]]) for i in range(3))
+        for t in itertools.product(range(3), repeat=3)
+    ]
+    assert chi_square_p([counts[t] for t in itertools.product(range(3), repeat=3)], [n * p for p in exact]) < 1e-12
+
+
+# --- lookahead.py: near-ties ----------------------------------------------------------------------------------------
+
+
+def test_near_tie_measures_the_gap():
+    class Fixed:
+        def __init__(self, logits):
+            self.logits = torch.tensor(logits, dtype=torch.float64)
+
+        def __call__(self, tokens, rows):
+            return self.logits[None]
+
+    assert first_difference([1, 2], [1, 2]) is None and first_difference([1, 2], [1]) == 1
+    assert near_tie(Fixed([1.0, 2.0]), [0], [1], [1]) is None
+    tie = near_tie(Fixed([1.0, 1.25, 0.0]), [0], [5, 1], [5, 0])
+    assert tie.position == 1 and abs(tie.gap - 0.25) < 1e-9
+    assert near_tie(Fixed([1.0, 2.0]), [0], [1], [1, 0]) == NearTie(1, math.inf)
+    # With top-k 2, token 0 is cut off; it takes a lift above token 2's logit, and above the sampled winner's sum.
+    picker = Sampler(top_k=2, seed=1)
+    assert near_tie(Fixed([1.0, 1.25, 1.5]), [0], [0], [2], picker).gap >= 0.25
+
+
+# --- train.py -------------------------------------------------------------------------------------------------------
+
+
+def test_problems_are_different_and_reproducible():
+    made = problems(400, seed=1)
+    assert len(set(made)) == 400 and made == problems(400, seed=1) and made != problems(400, seed=2)
+    assert all(text.startswith("Question: ") and text.endswith("?\nAnswer:") and "{" not in text for text in made)
+
+
+def test_training_pieces():
+    documents = [[i % 50, *range(i % 37 + 2)] for i in range(300)]
+    epoch = batches(documents, 256, seed=1)
+    assert sorted(t for group in epoch for d in group for t in d) == sorted(t for d in documents for t in d)
+    assert all(len(group) == 1 or len(group) * max(map(len, group)) <= 256 for group in epoch)
+    assert epoch == batches(documents, 256, seed=1) != batches(documents, 256, seed=2)
+    tokens, targets = pad([[1, 2, 3], [4, 5]])
+    assert tokens.tolist() == [[1, 2], [4, 5]] and targets.tolist() == [[2, 3], [5, -100]]
+    singular = torch.linalg.svdvals(orthogonal(torch.randn(20, 50, generator=torch.Generator().manual_seed(1))))
+    assert singular.min() > 0.5 and singular.max() < 1.5
+    factors = [learning_rate(step, 100) for step in range(100)]
+    assert max(factors) == 1 and factors[0] < 0.1 and factors[-1] < 0.05 and factors[45] == 1
+
+
+def test_evaluation_against_one_document_at_a_time():
+    model = toy(vocab_size=50, n_ctx=64)
+    documents = [[1, 2, 9, 8, 3, 4], [5, 9, 8, 6], [7, 7, 7, 9, 8, 1, 2, 3]]
+    total, count = 0.0, 0
+    for document in documents:
+        logs = model(document[:-1]).log_softmax(-1)
+        total -= sum(float(logs[i, token]) for i, token in enumerate(document[1:]))
+        count += len(document) - 1
+    result = evaluate(model, documents, answer=[9, 8])
+    assert abs(result["all"] - total / count) < 1e-9
+    questions, answers = sum(d.index(8) for d in documents), sum(len(d) - 1 - d.index(8) for d in documents)
+    assert abs((result["question"] * questions + result["answer"] * answers) / count - result["all"]) < 1e-9
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def run_cli(*arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, ROOT / "lookahead.py", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+        encoding="utf-8",
+    )
+
+
+def test_main_job_in_a_process_of_its_own(tmp_path):
+    began = time.perf_counter()
+    done = run_cli("--prompt", BAKER, "--max-new-tokens", "40")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.rstrip().splitlines()
+    assert "forward passes" in lines[-2] and "tokens per step" in lines[-2] and "tokens/s" in lines[-1]
+    assert "\033" not in done.stdout  # a pipe gets no colours
+    print(f"the whole command took {time.perf_counter() - began:.1f} s")
+
+
+def test_compare_json(capsys):
+    assert cli.main(["--compare", "--json", "--prompt", BAKER]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["identical"] is True and report["near_tie"] is None
+    assert report["tokens"] == report["plain"]["tokens"] and report["plain"]["tokens_per_step"] == 1
+    assert set(report) - set(report["plain"]) == {"plain", "ratio", "identical", "near_tie"}
+    for run in (report, report["plain"]):
+        assert run["finish_reason"] in ("stop", "length") and run["seconds"] > 0
+        assert run["tokens_per_second"] == pytest.approx(len(run["tokens"]) / run["seconds"])
+        assert run["tokens_per_step"] == pytest.approx((len(run["tokens"]) - 1) / run["steps"])
+    tokenizer = Tokenizer(4096)
+    assert report["text"] == tokenizer.decode(t for t in report["tokens"] if t != tokenizer.eot)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_options_reach_the_decoder(mode, capsys, tmp_path):
+    """The command line against the Python API, with everything set."""
+    warm = tmp_path / "warm.jsonl"
+    warm.write_text("".join(json.dumps({"prompt": "x", "response": r}) + "\n" for r in (" She sold 4 * 3 =", " 12")))
+    argv = ["--model", "nano", "--prompt", BAKER, "--max-new-tokens", "30", "--temperature", "0.9", "--top-k", "50"]
+    argv += ["--top-p", "0.9", "--seed", "5", "--budget", "7", "--mode", mode, "--warmup", str(warm), "--json"]
+    assert cli.main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    tokenizer, trie = Tokenizer(4096), TokenTrie(4096, mode=mode)
+    for response in (" She sold 4 * 3 =", " 12"):
+        trie.insert([*tokenizer.encode(response), tokenizer.eot])
+    expected = generate(
+        bundled("nano"),
+        tokenizer.encode(BAKER),
+        drafter=trie,
+        picker=Sampler(0.9, 50, 0.9, 5),
+        budget=7,
+        max_new_tokens=30,
+        stop_ids=(tokenizer.eot,),
+    )
+    assert report["tokens"] == expected.tokens and report["steps"] == len(expected.steps)
+
+
+def test_prompt_files_and_standard_input(capsys, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(BAKER + "\n", encoding="utf-8")
+    argv = ["--model", "nano", "--max-new-tokens", "9", "--json"]
+    texts = []
+    for how in (["--prompt", BAKER], ["--prompt-file", str(file)]):
+        assert cli.main(argv + how) == 0
+        texts.append(json.loads(capsys.readouterr().out)["tokens"])
+    done = run_cli(*argv, "--prompt", "-", stdin=BAKER + "\n")
+    texts.append(json.loads(done.stdout)["tokens"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_warmup_reads_text_too(tmp_path):
+    file = tmp_path / "warm.txt"
+    file.write_text("One answer,\nof two lines.\n\n\nAnother.\n")
+    assert [r.strip() for r in cli.read_responses(str(file))] == ["One answer,\nof two lines.", "Another."]
+
+
+def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    (tmp_path / "bad.jsonl").write_text('{"response": "x"}\n{"respons": "y"}\n')
+    (tmp_path / "empty").write_text("")
+    cases = {
+        "empty": ["--prompt", ""],
+        "context holds": ["--prompt", "word " * 600],
+        "either --prompt or": ["--prompt", "a", "--prompt-file", "b"],
+        "cannot read": ["--prompt-file", str(tmp_path / "nothing")],
+        "not UTF-8": ["--prompt-file", str(tmp_path / "latin1")],
+        "prompt is empty": ["--prompt-file", str(tmp_path / "empty")],
+        "record 2": ["--prompt", "a", "--warmup", str(tmp_path / "bad.jsonl")],
+        "no model": ["--prompt", "a", "--model", "gpt5"],
+        "temperature": ["--prompt", "a", "--temperature", "-1"],
+        "top_p": ["--prompt", "a", "--top-p", "0"],
+        "top_k": ["--prompt", "a", "--top-k", "-3"],
+        "budget": ["--prompt", "a", "--budget", "-2"],
+        "invalid budget": ["--prompt", "a", "--budget", "many"],
+        "invalid choice": ["--prompt", "a", "--mode", "fast"],
+        "max_new_tokens": ["--prompt", "a", "--max-new-tokens", "-5"],
+        "--threads": ["--prompt", "a", "--threads", "0"],
+        "--device": ["--prompt", "a", "--device", "toaster"],
+        "leave out": ["--prompt", "a", "--compare", "--no-lookahead"],
+        "unrecognized": ["--promt", "a"],
+    }
+    for message, argv in cases.items():
+        try:
+            code = cli.main(argv)
+        except SystemExit as error:
+            code = error.code
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert code == 2 and out == "", argv
+        assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lookahead: "), (argv, err)
+
+
+def test_a_proven_near_tie_and_a_real_difference(capsys, monkeypatch):
+    """--compare with a drafter that cheats: the loop is made to emit another token, and the report must say so."""
+    import lookahead
+
+    real = cli.decode
+    calls = []
+
+    def cheating(*arguments, **settings):
+        calls.append(settings)
+        for step in real(*arguments, **settings):
+            if settings.get("drafter") is not None and step.position > 40 and len(step.tokens) == 1:
+                step.tokens = [(step.tokens[0] + 1) % 4096]
+            yield step
+
+    monkeypatch.setattr(cli, "decode", cheating)
+    assert cli.main(["--compare", "--json", "--prompt", BAKER, "--max-new-tokens", "20"]) == 1
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["identical"] is False and report["near_tie"] is None and "differ" in err
+    assert len(calls) == 3  # a warm-up, lookahead, plain
+    monkeypatch.setitem(cli.ROUNDING, torch.float32, 1e9)  # as if that were within rounding
+    assert cli.main(["--compare", "--json", "--prompt", BAKER, "--max-new-tokens", "20"]) == 0
+    tie = json.loads(capsys.readouterr().out)["near_tie"]
+    assert tie["gap"] > 0 and tie["position"] >= 0
+    monkeypatch.setitem(cli.ROUNDING, torch.float32, 1e-3)
+    assert lookahead.ROUNDING is cli.ROUNDING
+
+
+def test_help_and_example_prompt(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and max(map(len, text.splitlines())) <= 100
+    assert "word problems and nothing else" in text and "--model gpt2" in text
+    assert cli.main(["--model", "nano", "--max-new-tokens", "3"]) == 0
+    assert "no --prompt given" in capsys.readouterr().err
+
+
+def test_colours_only_on_a_terminal():
+    """A pseudo-terminal shows accepted drafts in green, unless NO_COLOR is set."""
+    pty = pytest.importorskip("pty")
+    warm = ROOT / "assets" / "responses.jsonl"
+    for no_color in ("", "1"):
+        main, terminal = pty.openpty()
+        environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+        argv = [sys.executable, ROOT / "lookahead.py", "--max-new-tokens", "40", "--warmup", warm]
+        process = subprocess.Popen(argv, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
+        os.close(terminal)
+        output = b""
+        try:
+            while chunk := os.read(main, 4096):
+                output += chunk
+        except OSError:  # how Linux says that the other side is closed
+            pass
+        os.close(main)
+        assert process.wait() == 0
+        assert (b"\033[32m" in output) == (no_color == "")
+
+
+# --- the repository -------------------------------------------------------------------------------------------------
+
+
+def test_bundled_models_are_what_the_card_says():
+    size = 0
+    for name in weights.BUNDLED:
+        folder = ROOT / "models" / name
+        assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+        size += sum(p.stat().st_size for p in folder.iterdir())
+        model = bundled(name)
+        assert model.vocab_size == 4096 and model.n_ctx == 512
+        count = f"{sum(p.numel() for p in model.parameters()):,}"
+        assert count in (ROOT / "models" / "README.md").read_text(encoding="utf-8"), f"{name} has {count} parameters"
+    assert size <= 32 * 2**20
+
+
+def test_shipped_responses_are_the_models_own():
+    """assets/responses.jsonl holds what tiny answers to generated problems; three are written again here."""
+    records = [json.loads(line) for line in (ROOT / "assets" / "responses.jsonl").read_text().splitlines()]
+    assert len(records) == len({record["prompt"] for record in records}) == 200
+    model, tokenizer = bundled("tiny"), Tokenizer(4096)
+    for record in records[::67]:
+        prompt = tokenizer.encode(record["prompt"])
+        again = generate(model, prompt, stop_ids=(tokenizer.eot,), max_new_tokens=200).tokens
+        stored = [*tokenizer.encode(record["response"]), tokenizer.eot]
+        text = tokenizer.decode(t for t in again if t != tokenizer.eot)
+        assert text == record["response"] or near_tie(bundled("tiny", torch.float64), prompt, again, stored).gap < 1e-3
+
+
+def make_golden() -> None:
+    """Stores the last four rows of transformers' logits for each toy shape; run as `python test_all.py golden`."""
+    import tempfile
+
+    rows = {}
+    for name in SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            toy(*SHAPES[name], scale=0.1).save(folder)
+            rows[name] = transformers_logits(Path(folder), golden_tokens(name), torch.float64)[-4:].contiguous()
+    save_file(rows, GOLDEN)
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["golden"]:
+    make_golden()
