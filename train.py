@@ -1,6 +1,7 @@
 """How the bundled models were made: GPT-2 trained from scratch on grade-school word problems.
 
     python train.py --data gsm8k_train.jsonl --test gsm8k_test.jsonl --preset tiny --out models/tiny
+    python train.py --respond assets/responses.jsonl --out models/tiny      what a trained model answers, to warm a trie
 
 Every document is `Question: ...\\nAnswer: ...<|endoftext|>` and starts at position 0, as a user's prompt will. One
 epoch is about 1.5 million tokens, so a model of 9 million parameters sees everything several times and would learn it
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lookahead import generate
 from model import GPT, GPTConfig
 from tokenizer import Tokenizer
 
@@ -262,14 +264,24 @@ def train(args: argparse.Namespace) -> GPT:
     return model
 
 
+def respond(model: GPT, count: int, max_new_tokens: int = 200) -> Iterator[dict[str, str]]:
+    """The model's own greedy answers to `count` generated problems, as {"prompt", "response"}."""
+    tokenizer = Tokenizer.for_model(model)
+    for prompt in problems(count, seed=2026):
+        arguments = {"max_new_tokens": max_new_tokens, "stop_ids": (tokenizer.eot,)}
+        tokens = generate(model, tokenizer.encode(prompt), **arguments).tokens
+        yield {"prompt": prompt, "response": tokenizer.decode(t for t in tokens if t != tokenizer.eot)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Train one of the bundled models from scratch (two hours on two cores)."
     )
-    parser.add_argument("--data", required=True, help='JSONL of {"question", "answer"}')
+    parser.add_argument("--data", help='JSONL of {"question", "answer"}')
     parser.add_argument("--test", help="the same, held out: its loss is printed at the end")
     parser.add_argument("--preset", choices=PRESETS, default="tiny")
-    parser.add_argument("--out", required=True, help="folder for config.json and model.safetensors")
+    parser.add_argument("--out", required=True, help="the model's folder: config.json and model.safetensors")
+    parser.add_argument("--respond", metavar="FILE", help="train nothing; write 200 answers of the model in --out")
     parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--batch-tokens", type=int, default=6144, help="tokens per batch, padding included")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
@@ -279,8 +291,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="checkpoint.pt")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint if there is one")
     args = parser.parse_args()
-    model = train(args)
-    model.half().save(args.out)
+    if args.respond:
+        lines = [json.dumps(record) + "\n" for record in respond(GPT.load(args.out), 200)]
+        Path(f"{args.respond}.partial").write_text("".join(lines), encoding="utf-8")
+        os.replace(f"{args.respond}.partial", args.respond)
+        return
+    if not args.data:
+        parser.error("--data is needed to train: JSONL of questions and answers")
+    train(args).half().save(args.out)
     if args.test:
         tokenizer = Tokenizer(VOCAB_SIZE)
         losses = evaluate(GPT.load(args.out), read_documents(args.test, tokenizer), tokenizer.encode("\nAnswer:"))
