@@ -153,7 +153,7 @@ class Writer:
         self.longest = 0  # tokens in the last of them
 
     def write(self, token: int, begin: bool = True) -> int:
-        """Count `token` on each open path and (if `begin`) on one that begins with it. Returns how many nodes are new."""
+        """Count `token` on each open path and, if `begin`, on one that starts here. Returns how many nodes are new."""
         created = 0
         grown = []
         for node in [self.root, *self.open] if begin else self.open:
