@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 import weights
-from lookahead import ROUNDING, Generation, NearTie, Step, decode, first_difference, near_tie
+from lookahead import Generation, NearTie, Step, decode, first_difference, near_tie
 from model import GPT
 from sampling import Greedy, Picker, Sampler
 from tokenizer import Tokenizer
@@ -28,14 +28,15 @@ PROMPT_OTHER = "The bakery on the corner opens before sunrise, and the first cus
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 DESCRIPTION = """\
-Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text guesses several tokens ahead,
-one forward pass verifies them all, and the text is token for token what plain decoding writes."""
+Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text
+guesses several tokens ahead, one forward pass verifies them all, and the text is, token for
+token, what plain decoding writes."""
 EPILOG = """\
-The bundled models, tiny and nano, know grade-school word problems and nothing else. Write prompts for them as
+The bundled models, tiny and nano, know grade-school word problems and nothing else:
 
   python lookahead.py --prompt $'Question: A box holds 12 eggs. How many eggs are in 5 boxes?\\nAnswer:'
 
-and use real weights for other text: --model gpt2 (fetched once), or a folder or file of your own.
+For other text use real weights: --model gpt2 (fetched once), or a folder or file of your own.
 Exit codes: 0 done; 1 --compare found a difference that rounding does not explain; 2 bad input."""
 
 
@@ -106,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         return run(args)
+    except torch.OutOfMemoryError:
+        print(f"lookahead: {args.model} does not fit the memory of {args.device}: try a smaller model", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `| head`: the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -161,15 +165,15 @@ def run(args: argparse.Namespace) -> int:
     ratio = speed(generation) / speed(plain) if plain.tokens else math.nan
     tie = None
     if first_difference(generation.tokens, plain.tokens) is not None:
-        reference = GPT.load(args.model, device, DTYPES[args.dtype]).double()  # the same rounded weights, exact sums
+        reference = GPT.load(args.model, dtype=model.dtype).double()  # the same rounded weights, sums in float64
         tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
-    proven = tie is not None and tie.gap <= ROUNDING[model.dtype]
+    proven = tie is not None and tie.within_rounding(model.dtype)
     if args.json:
         report = as_json(generation, tokenizer) | {
             "plain": as_json(plain, tokenizer),
             "ratio": finite(ratio),
             "identical": tie is None,
-            "near_tie": tie._asdict() if proven else None,
+            "near_tie": {"position": tie.position, "gap": tie.gap} if proven else None,
         }
         print(json.dumps(report))
     else:
@@ -223,7 +227,7 @@ def read_prompt(args: argparse.Namespace) -> str | None:
 def read_responses(file: str) -> Iterator[str]:
     """JSONL if the first line is a JSON object: its "response" (or "text"); otherwise text with blank lines between."""
     text = read_text(file)
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]  # not splitlines: JSON strings may hold U+2028
     if not (lines and lines[0].lstrip().startswith("{")):
         yield from (block for block in text.replace("\r\n", "\n").split("\n\n") if block.strip())
         return
@@ -268,8 +272,7 @@ def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace
     seconds = time.perf_counter() - began - paused
     if show:
         print(text.close())
-    tokens = [token for step in done for token in step.tokens]
-    return Generation(tokens, done[1:], done[-1].finish_reason, seconds, done[0]), first
+    return Generation.of(done, seconds), first
 
 
 def speed(generation: Generation) -> float:

@@ -9,10 +9,14 @@ into reading the weights. Plain decoding wastes that: one token in, one token ou
                      `-- "7"
     verify        one forward over [=, 12, >>, 7] under the tree's mask: the model's own choice after each of them
     accept        after "=" the model picks "12": there is such a node, go there;
-                  after "12" it picks ">>": go there; after ">>" it picks "12": no such node, stop
-    result        ">>" and "12" on top of the "12" that plain decoding would have got: 3 tokens, 1 forward
+                  after "12" it picks ">>": go there; after ">>" it picks "6": no such node, stop
+    emitted       "12", ">>", "6": three tokens for one forward, where plain decoding gets "12" alone
 
-The picks are made from the very logits that plain decoding would see, by a picker that is a pure function
+The logits of a node say what comes *after* it, so a row verifies the node's children. Four numberings meet in the loop
+below: node i of the draft has row i + 1 in the mask and in the logits (row 0 is the root, which counts as node -1),
+lies in cache slot base + 1 + i, and stands at position base + its depth.
+
+The picks are made from the logits that plain decoding would see, by a picker that is a pure function
 (sampling.py). So the text is the one plain decoding writes, greedy or sampled, whatever was drafted; a bad draft
 costs time only. The one fine point is floating point: a forward over several rows adds numbers in another order, and
 where two tokens are equal to within rounding the choice may flip. `near_tie` below tells such a case from an error.
@@ -66,8 +70,9 @@ class Step:
     position       number of the first emitted token, counted from the start of the prompt
     draft          the tree that was verified; empty in the prefill and in plain steps
     accepted       the nodes on the accepted path, from the root down
-    tokens         the emitted tokens: the accepted ones and the model's own next choice, so len(accepted) + 1
-    seconds        draft / forward / accept
+    tokens         the emitted tokens: those of the accepted nodes and one more, the model's own choice behind them. (If
+                   there was no room for any token, one Step without forward and tokens tells the finish_reason)
+    seconds        draft / forward / accept; the last includes telling the drafter
     finish_reason  None, or in the last step "stop" (a stop token), "length" (max_new_tokens), "context" (n_ctx is full)
     prefill        True for the first step, whose forward reads the prompt
     logits         (1 + nodes, vocab_size): the root's row and one per node (a prefill has the last row only). Large:
@@ -94,6 +99,12 @@ class Generation:
     finish_reason: str
     seconds: float
     prefill: Step
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], seconds: float) -> "Generation":
+        """All the steps that `decode` yielded, put together."""
+        tokens = [token for step in steps for token in step.tokens]
+        return cls(tokens, list(steps[1:]), steps[-1].finish_reason or "", seconds, steps[0])
 
     @property
     def tokens_per_step(self) -> float:
@@ -126,8 +137,9 @@ def decode(
     cache           None, or a cache that already holds the first `cache.length` tokens of the prompt (fewer than all of
                     them); afterwards it holds all of the text but the last token
 
-    Raises ValueError for an empty or too long prompt, token ids outside the vocabulary, and impossible numbers. All
-    checks are made at the call, not at the first step.
+    Raises ValueError for an empty or too long prompt, token ids outside the vocabulary, a cache that is too small, and
+    impossible numbers: at the call, not at the first step. (A generator runs nothing before its first `next`, which
+    is why the loop is a function of its own, `_steps`.)
     """
     context = [int(token) for token in prompt_ids]
     picker = Greedy() if picker is None else picker
@@ -135,17 +147,19 @@ def decode(
         budget = AUTO_BUDGET
     if not isinstance(budget, int) or budget < 0:
         raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 or more, not {budget!r}')
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be a whole number, 0 or more, not {max_new_tokens!r}")
     if not context:
         raise ValueError("the prompt is empty: give at least one token")
     if len(context) > model.n_ctx:
         raise ValueError(f"the prompt has {len(context)} tokens, the model's context holds {model.n_ctx}")
     if outside := next((token for token in context if not 0 <= token < model.vocab_size), None):
         raise ValueError(f"prompt token {outside} is outside the model's vocabulary of {model.vocab_size}")
+    most = min(model.n_ctx, len(context) + max_new_tokens)
     if cache is None:
-        most = min(model.n_ctx, len(context) + max_new_tokens)
-        cache = model.new_cache(most + (budget if drafter else 0))
+        cache = model.new_cache(most + (budget if drafter is not None else 0))
+    elif cache.capacity < most - 1:
+        raise ValueError(f"the cache has {cache.capacity} slots, this text may need {most - 1}")
     elif cache.length >= len(context):
         raise ValueError(
             f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
@@ -176,7 +190,9 @@ def _steps(
             start = len(context)
             began = time.perf_counter()
 
-            # Draft. A step emits one token more than the draft is deep, and its nodes need slots in the cache.
+            # Draft. A step emits up to one token more than the draft is deep, and full - start may still come; the
+            # nodes need slots in the cache, and so does the root. A drafter that sends more than it was asked for is
+            # cut.
             draft = NOTHING
             if session is not None and not prefill:
                 nodes = min(budget, cache.capacity - cache.length - 1)
@@ -209,7 +225,8 @@ def _steps(
                     for node, path in ((node, draft.path(node)) for node in range(-1, len(draft)))
                 ]
 
-            # Accept: from the root, follow the model's own picks for as long as they were drafted.
+            # Accept: from the root, follow the model's own picks for as long as they were drafted. (A prefill has one
+            # row, its last token's, and no nodes: row 0 again.)
             node, accepted, finish_reason = -1, [], None
             while True:
                 token = picker.pick(logits[node + 1], len(context), context)
@@ -241,22 +258,29 @@ def generate(model: Any, prompt_ids: Sequence[int], **arguments: Any) -> Generat
     """Run `decode` (same arguments) to its end."""
     began = time.perf_counter()
     steps = [replace(step, logits=None) for step in decode(model, prompt_ids, **arguments)]
-    tokens = [token for step in steps for token in step.tokens]
-    return Generation(tokens, steps[1:], steps[-1].finish_reason, time.perf_counter() - began, steps[0])
+    return Generation.of(steps, time.perf_counter() - began)
 
 
 # --- how two runs are compared ---------------------------------------------------------------------------------------
 
-# By how much a logit of a GPT-2 may differ between two ways of adding up the same numbers. float32 carries 24 bits of
-# mantissa, and the differences seen are around 1e-5 of logits around 10; the others in proportion to their bits.
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.5}
+# By how much the difference of two logits may change with the order of addition, in units of eps * the largest |logit|,
+# where eps is the dtype's relative spacing (1.2e-7 in float32, 7.8e-3 in bfloat16). Between one-token passes and one
+# long pass of the bundled model single logits were seen to move by 4.4 units in float32, where sums collect the
+# errors of many terms, and by 0.6 in bfloat16 and float16, where the last rounding outweighs them.
+ROUNDING = {torch.float64: 16, torch.float32: 16, torch.float16: 4, torch.bfloat16: 4}
 
 
 class NearTie(NamedTuple):
-    """Two runs part at new token number `position` (from 0); the choice hangs on a shift of one logit by `gap`."""
+    """Two runs part at new token number `position` (from 0), and the choice hangs on a shift of one logit by `gap`;
+    `scale` is the largest |logit| there."""
 
     position: int
     gap: float
+    scale: float
+
+    def within_rounding(self, dtype: torch.dtype) -> bool:
+        """Whether rounding in `dtype` explains it."""
+        return self.gap <= ROUNDING[dtype] * torch.finfo(dtype).eps * self.scale
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -274,13 +298,13 @@ def near_tie(
     `reference` is the model with float64 parameters. It scores the common beginning afresh, in one causal pass
     without a cache; then, for each of the two candidate tokens, we look for the smallest lift of that one logit with
     which the picker takes it. The larger lift is the gap. It says how much rounding error it takes to make the
-    difference, with any picker: filters such as top-k are part of it. Compare it with ROUNDING.
+    difference, with any picker: filters such as top-k are part of it. Ask the result whether it is `within_rounding`.
     """
     i = first_difference(a, b)
     if i is None:
         return None
     if i >= min(len(a), len(b)):  # one text is a beginning of the other: rounding cannot do that
-        return NearTie(i, math.inf)
+        return NearTie(i, math.inf, 0.0)
     picker = Greedy() if picker is None else picker
     context = [*prompt_ids, *a[:i]]
     with torch.no_grad():
@@ -302,7 +326,7 @@ def near_tie(
             low, high = (low, middle) if taken(middle) else (middle, high)
         return high
 
-    return NearTie(i, max(lift(a[i]), lift(b[i])))
+    return NearTie(i, max(lift(a[i]), lift(b[i])), float(logits.abs().max()))
 
 
 if __name__ == "__main__":

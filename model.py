@@ -18,9 +18,9 @@ and behind "on" also "the". That is a tree with 3 nodes, sent as one flat list o
           down   x    x    x   |       x
           the    x    x    x   |  x          x          "the" does not know that "down" exists
 
-Row i of the result is exactly what the model would say after "the cat sat" and the path to node i. Plain decoding is
-the case q = 1, reading the prompt ("prefill") is q = len(prompt) under a causal mask. So there is one forward, and no
-special case in it for any decoder.
+Row i of the result is what the model says after "the cat sat" and the path to node i (up to rounding: the numbers are
+added in another order). Plain decoding is the case q = 1, reading the prompt ("prefill") is q = len(prompt) under a
+causal mask. So there is one forward, and nothing in it knows which decoder called.
 
 Why a cache at all: a token's keys and values depend only on what it may see, never on what comes later. They are
 computed once, kept, and the next forward pays for its new tokens only.
@@ -181,8 +181,8 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
-        # (..., q, n_embd) -> three times (..., n_head, q, head_dim)
-        q, k, v = (
+        # (..., q, n_embd) -> three times (..., n_head, q, head_dim), where q counts tokens
+        query, k, v = (
             part.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
             for part in self.c_attn(x).split(x.shape[-1], dim=-1)
         )
@@ -190,8 +190,8 @@ class Attention(nn.Module):
             k, v = cache.append(self.layer, k, v)  # (n_head, length + q, head_dim)
         flat = x.ndim == 2
         if flat:  # torch's fused attention kernels want a batch dimension
-            q, k, v = q[None], k[None], v[None]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            query, k, v = query[None], k[None], v[None]
+        y = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, is_causal=causal)
         y = y.transpose(-3, -2).flatten(-2)  # (..., q, n_embd)
         return self.c_proj(y[0] if flat else y)
 
@@ -271,7 +271,7 @@ class GPT(nn.Module):
         return model.requires_grad_(False).eval()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write config.json and model.safetensors, atomically; transformers loads the folder to the same logits."""
+        """Write config.json and model.safetensors, each atomically; transformers loads them to the same logits."""
         weights.write(folder, asdict(self.config), self.state_dict())
 
     # What a decoder may ask of any model: these four, `new_cache` and the forward.
@@ -296,6 +296,15 @@ class GPT(nn.Module):
         """An empty cache of `capacity` slots (n_ctx if None) on the model's device, in its dtype."""
         return KVCache(self.config, self.n_ctx if capacity is None else capacity, self.device, self.dtype)
 
+    def _checked(self, numbers: Tokens, limit: int, what: str) -> Tensor:
+        """`numbers` as a tensor on the model's device, all of them in 0 .. limit - 1."""
+        numbers = torch.as_tensor(numbers, dtype=torch.long)
+        if numbers.device.type == "cpu" and numbers.numel():  # to look at numbers on a GPU is to wait for it
+            low, high = (int(number) for number in numbers.aminmax())
+            if low < 0 or high >= limit:
+                raise ValueError(f"{what} must lie in 0 .. {limit - 1}, not {low if low < 0 else high}")
+        return numbers.to(self.device)
+
     def forward(
         self,
         tokens: Tokens,
@@ -315,9 +324,10 @@ class GPT(nn.Module):
                    a prefill needs its last row only.
         Returns    (len(rows) or q, vocab_size) in the model's dtype, behind the batch dimensions of `tokens` if any.
 
-        Raises ValueError if there are no tokens, positions reach n_ctx, the cache is full, or shapes do not match.
+        Raises ValueError if there are no tokens, an id or a position is out of range (not looked at if it is on a GPU
+        already), the cache is full, or shapes do not match.
         """
-        tokens = torch.as_tensor(tokens, device=self.device, dtype=torch.long)
+        tokens = self._checked(tokens, self.vocab_size, "token ids")
         q = tokens.shape[-1] if tokens.ndim else 0
         past = 0 if cache is None else cache.length
         if q == 0:
@@ -334,12 +344,9 @@ class GPT(nn.Module):
                 raise ValueError(f"{past + q} tokens do not fit the model's context of {self.n_ctx}")
             positions = torch.arange(past, past + q, device=self.device)
         else:
-            positions = torch.as_tensor(positions, device=self.device, dtype=torch.long)
-            # Looking costs a wait for the GPU, so there the embedding's own check has to do.
+            positions = self._checked(positions, self.n_ctx, "positions")
             if positions.shape[-1:] != (q,):
                 raise ValueError(f"{q} tokens, but positions of shape {tuple(positions.shape)}")
-            if positions.device.type == "cpu" and not 0 <= int(positions.min()) <= int(positions.max()) < self.n_ctx:
-                raise ValueError(f"positions must lie in 0 .. {self.n_ctx - 1}, the model's context")
         if mask is not None:
             mask = mask.to(self.device)
         elif q > 1 and past > 0:  # causal behind a past; torch's own causal flag knows the case past = 0 only

@@ -26,7 +26,6 @@ is decided before any draft is seen. Drafts only change how many forward passes 
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,7 +34,11 @@ from torch import Tensor
 
 
 class Picker(Protocol):
-    """What a decoder asks for. `context` holds the ids of all tokens before the picked one, `position` its number."""
+    """What a decoder asks for: `pick`. `context` holds the ids of all tokens before the picked one, `position` is its
+    number.
+
+    `process` and `noise` lay open what goes into a pick, for drafters that want to foresee it.
+    """
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
         """The token that follows `context`, given (vocab_size,) logits."""
@@ -61,9 +64,9 @@ class Greedy:
 
 
 class Sampler:
-    """Sampling with temperature, top-k and top-p, applied in this order with the meaning they have in `generate`.
+    """Sampling with temperature, top-k and top-p, applied in this order, with the meaning they have in transformers.
 
-    temperature  divides the logits; below 1 sharper, above 1 flatter. For 0 use Greedy.
+    temperature  divides the logits; below 1 sharper, above 1 flatter; at least 0.0001. For 0 use Greedy.
     top_k        keep the k most probable tokens (and those as probable as the k-th); 0 keeps all.
     top_p        keep the smallest set of most probable tokens whose probabilities add up to top_p; 1 keeps all.
     seed         any whole number; another seed is another, independent text.
@@ -81,7 +84,7 @@ class Sampler:
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {top_p}")
         self.temperature, self.top_k, self.top_p, self.seed = temperature, int(top_k), top_p, int(seed)
-        self._noise: OrderedDict[tuple, Tensor] = OrderedDict()
+        self._noise: dict[tuple, Tensor] = {}
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
         scores = self.process(logits, context)
@@ -107,7 +110,7 @@ class Sampler:
         if key not in self._noise:
             self._noise[key] = gumbel(self.seed, position, vocab_size).to(device)
             if len(self._noise) > self.KEPT:
-                self._noise.popitem(last=False)
+                del self._noise[next(iter(self._noise))]  # the oldest
         return self._noise[key]
 
 
@@ -142,7 +145,7 @@ def hash_uniform(seed: int, position: int, count: int) -> Tensor:
     x = (x ^ shift(x, 30)) * wrapped(C1)
     x = (x ^ shift(x, 27)) * wrapped(C2)
     x = x ^ shift(x, 31)
-    return (shift(x, 11).double() + 0.5) / (1 << 53)  # the upper 53 bits, the middle of each step: never 0 or 1
+    return (shift(x, 12).double() + 0.5) / (1 << 52)  # the upper 52 bits, the middle of each step: never 0 or 1
 
 
 def gumbel(seed: int, position: int, vocab_size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's byte-pair encoding, offline.
 
 `assets/gpt2.tiktoken` lists 50,256 byte strings, one per line, in the order in which byte-pair encoding learned
-them: the line number is the token's *rank* and its id. Encoding merges, again and again, the neighbouring pair
+them: the number behind each is the token's *rank* and its id. Encoding merges, again and again, the neighbouring pair
 whose merged bytes have the lowest rank. Two consequences are used below:
 
 - A *prefix* of the table is itself a complete byte-pair encoding, with the same ids. The first 256 ranks are the 256
@@ -10,7 +10,7 @@ whose merged bytes have the lowest rank. Two consequences are used below:
 - Tokens are *bytes*, not characters. "é" is two bytes and may arrive as two tokens, so a program that prints while it
   generates must wait for the second half. `Tokenizer.stream` does that.
 
-The last id of every vocabulary is end-of-text: 50256 in GPT-2, N - 1 in a bundled model with N ids.
+End-of-text has the id behind the last rank: 50256 in GPT-2, 4095 in a bundled model with 4,096 ids.
 """
 
 import base64
@@ -41,8 +41,7 @@ def _gpt2_ranks() -> list[bytes]:
         raise FileNotFoundError(f"{ASSET} is missing: it holds GPT-2's vocabulary; restore it with git") from None
     if hashlib.sha256(data).hexdigest() != ASSET_SHA256:
         raise ValueError(f"{ASSET} is damaged (its SHA-256 is not GPT-2's vocabulary); restore it with git")
-    pairs = (line.split() for line in data.splitlines())
-    return [base64.b64decode(token) for token, _ in sorted(pairs, key=lambda pair: int(pair[1]))]
+    return [base64.b64decode(line.split()[0]) for line in data.splitlines()]  # the lines are in rank order
 
 
 class Tokenizer:

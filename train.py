@@ -77,10 +77,10 @@ def problems(count: int, seed: int = 0) -> list[str]:
 
 def read_documents(path: str, tokenizer: Tokenizer) -> list[list[int]]:
     """One token list per problem, ended by end-of-text."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    problems = [json.loads(line) for line in lines if line.strip()]
+    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    records = [json.loads(line) for line in lines if line.strip()]
     text = "Question: {question}\nAnswer: {answer}"
-    return [[*tokenizer.encode(text.format(**problem)), tokenizer.eot] for problem in problems]
+    return [[*tokenizer.encode(text.format(**record)), tokenizer.eot] for record in records]
 
 
 def batches(documents: list[list[int]], tokens_per_batch: int, seed: int) -> list[list[list[int]]]:
@@ -93,11 +93,12 @@ def batches(documents: list[list[int]], tokens_per_batch: int, seed: int) -> lis
     joined = len(order) // 10
     order = [a + b for a, b in zip(order[:joined], order[joined : 2 * joined])] + order[2 * joined :]
     order = sorted((document[: N_CTX + 1] for document in order), key=lambda d: len(d) + 8 * rng.random())
-    groups, group = [], []
+    groups, group, longest = [], [], 0
     for document in order:
-        if group and (len(group) + 1) * len(document) > tokens_per_batch:
+        longest = max(longest, len(document))
+        if group and (len(group) + 1) * longest > tokens_per_batch:
             groups.append(group)
-            group = []
+            group, longest = [], len(document)
         group.append(document)
     groups.append(group)
     rng.shuffle(groups)
@@ -118,7 +119,8 @@ def pad(group: list[list[int]]) -> tuple[Tensor, Tensor]:
 def evaluate(model: GPT, documents: list[list[int]], answer: list[int] | None = None) -> dict[str, float]:
     """Mean loss in nats per predicted token (all but a document's first), and apart for questions and answers.
 
-    `answer` are the tokens that open the answer ("Answer", ":"); what comes after their first occurrence is the answer.
+    `answer` are the tokens that open the answer (those of "\\nAnswer:"); what follows their first occurrence is the
+    answer.
     """
     sums = {"all": [0.0, 0], "question": [0.0, 0], "answer": [0.0, 0]}
     for group in batches_in_order(documents):
@@ -212,9 +214,9 @@ def train(args: argparse.Namespace) -> GPT:
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"]):
-            rates = [group["weight_decay"] for group in optimizer.param_groups]
+            decays = [group["weight_decay"] for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
-            for group, weight_decay in zip(optimizer.param_groups, rates):
+            for group, weight_decay in zip(optimizer.param_groups, decays):
                 group["weight_decay"] = weight_decay  # the command line wins over the checkpoint
         step, seconds, seen = saved["step"], saved["seconds"], saved["seen"]
         print(f"resumed at step {step}", flush=True)

@@ -11,7 +11,9 @@ maximal depth, and every node counts how often its path was seen. After the outp
       \\---- c 1
 
 To guess what comes after "... a b", look up the longest suffix that is in the trie, "a b", and read off its
-continuations: "a" and "c", once each. Shorter suffixes are the fall-back: after "b" the same, after nothing a, b or c.
+continuations: "a" and "c", once each. Shorter suffixes know more continuations, though less surely: they fill up what
+the longest leaves of the budget. A text whose last token was never seen has none.
+
 Several guesses are worth more than one, because a forward pass over a dozen tokens costs hardly more than over one. So
 the guess is a *draft tree*, and the three published ways to spend a budget of nodes are here as modes
 (Zhao et al., KDD 2024, arXiv 2312.12728, section 4):
@@ -20,8 +22,8 @@ the guess is a *draft tree*, and the three published ways to spend a budget of n
     parallel       several branches that share nothing
     single         one branch: the most frequent continuation of the most frequent continuation ...
 
-The counts of a running query's prompt are kept apart, in a small trie of its own, and vanish with the query. So two
-queries never see each other's prompts, while all see the outputs.
+The counts of a running query's prompt are kept apart, in a small trie of its own, and vanish with the query. So no
+query sees another's prompt, while all see the outputs (what an output quotes from its prompt is part of the output).
 """
 
 import heapq
@@ -172,7 +174,7 @@ class Writer:
 
 
 class TokenTrie:
-    """The drafter: memory of all outputs, shared by all queries. Node ids are token ids.
+    """The drafter: memory of all outputs, shared by all queries. It grows with every new output and forgets none.
 
     vocab_size   of the model it drafts for, or None: not checked
     max_depth    longest path, in tokens
@@ -278,32 +280,32 @@ class TrieSession:
                 entry = weighted.setdefault(token, [0, token, None, None])
                 entry[0] -= self.PROMPT_WEIGHT * child.count
                 entry[3] = child
-        entries = list(map(tuple, weighted.values()))
-        key = _weight_and_token
-        return sorted(entries, key=key) if len(entries) <= most else heapq.nsmallest(most, entries, key=key)
+        return heapq.nsmallest(most, [tuple(entry) for entry in weighted.values()])
 
     def _hierarchical(self, budget: int, tokens: list[int], parents: list[int]) -> None:
         """Below the longest suffix the most frequent nodes, by a heap; if they do not fill the budget, the next suffix.
 
         A child is never more frequent than its parent, so taking the most frequent node whose parent was taken gives
-        the most frequent ones of all.
+        the most frequent ones of all. With counts a 5 (below it b 4, c 1) and d 2, and a budget of 3:
+
+            heap a5 d2 -> take a;    heap b4 d2 c1 -> take b;    heap d2 c1 -> take d
         """
-        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node: what a longer suffix already proposed
+        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node, as a shorter suffix proposes some again
         for output, prompt in self._suffixes():
             order = 0  # earlier entries first among equals; also keeps the heap from comparing nodes
             heap: list[tuple] = []
-            parent = -1
+            node, below = -1, self._continuations(output, prompt, budget)  # the root's children are open first
             while len(tokens) < budget:
-                for weight, token, *children in self._continuations(output, prompt, budget):
-                    heapq.heappush(heap, (weight, order, token, parent, children))
+                for weight, token, *children in below:
+                    heapq.heappush(heap, (weight, order, token, node, children))
                     order += 1
                 if not heap:
                     break
-                _, _, token, above, (output, prompt) = heapq.heappop(heap)
-                parent = known.setdefault((above, token), len(tokens))
-                if parent == len(tokens):
+                _, _, token, parent, children = heapq.heappop(heap)
+                node, below = known.setdefault((parent, token), len(tokens)), self._continuations(*children, budget)
+                if node == len(tokens):
                     tokens.append(token)
-                    parents.append(above)
+                    parents.append(parent)
 
     def _parallel(self, budget: int, tokens: list[int], parents: list[int]) -> None:
         """A chain for each first token, from the most frequent on, the longest suffix first."""
@@ -332,7 +334,3 @@ class TrieSession:
             parents.append(parent)
             parent = len(tokens) - 1
             entry = next(iter(self._continuations(output, prompt, 1)), None)
-
-
-def _weight_and_token(entry: tuple) -> tuple[int, int]:
-    return entry[0], entry[1]

@@ -233,7 +233,7 @@ def write(folder: str | os.PathLike[str], config: dict, tensors: dict[str, Tenso
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    eot = config["vocab_size"] - 1
+    eot = min(config["vocab_size"], 50257) - 1  # a table padded beyond GPT-2's 50,257 tokens has its end-of-text there
     described = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
