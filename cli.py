@@ -34,7 +34,7 @@ token, what plain decoding writes."""
 EPILOG = """\
 The bundled models, tiny and nano, know grade-school word problems and nothing else:
 
-  python lookahead.py --prompt $'Question: A box holds 12 eggs. How many eggs are in 5 boxes?\\nAnswer:'
+  python lookahead.py --prompt $'Question: How many eggs are in 5 boxes of 12?\\nAnswer:'
 
 For other text use real weights: --model gpt2 (fetched once), or a folder or file of your own.
 Exit codes: 0 done; 1 --compare found a difference that rounding does not explain; 2 bad input."""
