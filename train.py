@@ -237,14 +237,17 @@ def train(args: argparse.Namespace) -> GPT:
         tokens, targets = pad(plan[step % per_epoch % len(plan)])
         factor = learning_rate(step, args.steps)
         drop.train()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            logits = model(tokens)  # (documents, longest - 1, vocab)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             share = 1.0 if isinstance(optimizer, Muon) else ADAM_SHARE
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * share * factor
-            optimizer.step()
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):  # Muon's matrix products
+                optimizer.step()
             optimizer.zero_grad()
         step += 1
         seen += int((targets >= 0).sum())
@@ -289,6 +292,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
     parser.add_argument("--dropout", type=float, default=0.05)
     parser.add_argument("--weight-decay", type=float, default=0.2)
+    parser.add_argument("--bfloat16", action="store_true", help="autocast: fast on CPUs with AVX512-BF16 or AMX only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", default="checkpoint.pt")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint if there is one")
