@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -106,10 +107,15 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without "é" shows "?" instead of dying
     args = make_parser().parse_args(argv)
     try:
+        if sys.stdout is None:
+            raise OSError("standard output is closed: there is nowhere to write")
         return run(args)
     except torch.OutOfMemoryError:
-        print(f"lookahead: {args.model} does not fit the memory of {args.device}: try a smaller model", file=sys.stderr)
-        return 2
+        return no_memory(args)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # how torch says that the CPU's memory is full
+            raise
+        return no_memory(args)
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `| head`: the reader has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -121,12 +127,21 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def no_memory(args: argparse.Namespace) -> int:
+    print(f"lookahead: {args.model} does not fit the memory of {args.device}: try a smaller model", file=sys.stderr)
+    return 2
+
+
 def run(args: argparse.Namespace) -> int:
     if args.compare and args.no_lookahead:
         raise ValueError("--compare already runs plain decoding beside lookahead: leave out --no-lookahead")
+    if args.warmup and args.no_lookahead:
+        raise ValueError("--no-lookahead drafts nothing: leave out --warmup")
+    if args.warmup == "-" and "-" in (args.prompt, args.prompt_file):
+        raise ValueError("standard input can be read once: give --prompt or --warmup another source")
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be 1 or more, not {args.threads}")
+        if not 1 <= args.threads <= 1024:
+            raise ValueError(f"--threads must be 1 to 1024, not {args.threads}")
         torch.set_num_threads(args.threads)
     picker = make_picker(args)
     prompt = read_prompt(args)
@@ -196,17 +211,21 @@ def make_picker(args: argparse.Namespace) -> Picker:
 def check_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = re.split(r"\. |\n", str(error))[0][:200]
+        name = repr(name)
         raise ValueError(f"--device {name} cannot be used here ({reason}); cpu always works") from None
     return device
 
 
 def read_text(file: str) -> str:
     """The text of a file, or of standard input for "-"."""
+    if file == "-" and sys.stdin is None:
+        raise FileNotFoundError("cannot read standard input: it is closed")
     try:
-        return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode("utf-8")
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8-sig")  # without the mark that some editors put first
     except UnicodeDecodeError:
         raise ValueError(f"{'standard input' if file == '-' else file} is not UTF-8 text") from None
     except OSError as error:
@@ -228,6 +247,8 @@ def read_responses(file: str) -> Iterator[str]:
     """JSONL if the first line is a JSON object: its "response" (or "text"); otherwise text with blank lines between."""
     text = read_text(file)
     lines = [line for line in text.split("\n") if line.strip()]  # not splitlines: JSON strings may hold U+2028
+    if text.lstrip().startswith("[{"):
+        raise ValueError(f"{file} is a JSON array: write one object per line instead (JSONL)")
     if not (lines and lines[0].lstrip().startswith("{")):
         yield from (block for block in text.replace("\r\n", "\n").split("\n\n") if block.strip())
         return
@@ -237,7 +258,7 @@ def read_responses(file: str) -> Iterator[str]:
             response = record["response"] if "response" in record else record["text"]
             if not isinstance(response, str):
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f'{file}: record {number} is no JSON object with a "response" text') from None
         yield response
 

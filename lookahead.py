@@ -25,6 +25,7 @@ Run it:  python lookahead.py --prompt "..."
 """
 
 import math
+import operator
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from sampling import Greedy, Picker
 from trie import DraftTree
 
 AUTO_BUDGET = 12  # nodes per step for budget="auto"
+MAX_BUDGET = 4096  # the cache gets a slot for each node, so a mistyped number must not ask for all memory
 
 
 class Session(Protocol):
@@ -141,12 +143,16 @@ def decode(
     impossible numbers: at the call, not at the first step. (A generator runs nothing before its first `next`, which
     is why the loop is a function of its own, `_steps`.)
     """
-    context = [int(token) for token in prompt_ids]
+    try:
+        context = [operator.index(token) for token in prompt_ids]  # any kind of integer, tensors too
+        stops = frozenset(operator.index(token) for token in stop_ids)
+    except TypeError:
+        raise ValueError("prompt_ids and stop_ids must be whole numbers: token ids, not text") from None
     picker = Greedy() if picker is None else picker
     if budget == "auto":
         budget = AUTO_BUDGET
-    if not isinstance(budget, int) or budget < 0:
-        raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 or more, not {budget!r}')
+    if not isinstance(budget, int) or not 0 <= budget <= MAX_BUDGET:
+        raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 to {MAX_BUDGET}, not {budget!r}')
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be a whole number, 0 or more, not {max_new_tokens!r}")
     if not context:
@@ -155,6 +161,9 @@ def decode(
         raise ValueError(f"the prompt has {len(context)} tokens, the model's context holds {model.n_ctx}")
     if outside := next((token for token in context if not 0 <= token < model.vocab_size), None):
         raise ValueError(f"prompt token {outside} is outside the model's vocabulary of {model.vocab_size}")
+    knows = getattr(drafter, "vocab_size", None)
+    if knows not in (None, model.vocab_size):
+        raise ValueError(f"the drafter was made for a vocabulary of {knows}, the model has {model.vocab_size}")
     most = min(model.n_ctx, len(context) + max_new_tokens)
     if cache is None:
         cache = model.new_cache(most + (budget if drafter is not None else 0))
@@ -164,7 +173,7 @@ def decode(
         raise ValueError(
             f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
         )
-    return _steps(model, context, drafter, picker, budget, max_new_tokens, frozenset(stop_ids), cache)
+    return _steps(model, context, drafter, picker, budget, max_new_tokens, stops, cache)
 
 
 def _steps(
@@ -296,9 +305,10 @@ def near_tie(
     """How close a call it was where two generations `a` and `b` of the same prompt part; None if they do not part.
 
     `reference` is the model with float64 parameters. It scores the common beginning afresh, in one causal pass
-    without a cache; then, for each of the two candidate tokens, we look for the smallest lift of that one logit with
-    which the picker takes it. The larger lift is the gap. It says how much rounding error it takes to make the
-    difference, with any picker: filters such as top-k are part of it. Ask the result whether it is `within_rounding`.
+    without a cache; then, for each of the two candidate tokens, we look for the smallest shift of one logit with which
+    the picker takes it: the token's own is raised, or the other one's lowered (which matters where the two compete for
+    the last place that top-k leaves). The larger of the two shifts is the gap. It says how much rounding error it takes
+    to make the difference, with any picker. Ask the result whether it is `within_rounding`.
     """
     i = first_difference(a, b)
     if i is None:
@@ -310,11 +320,13 @@ def near_tie(
     with torch.no_grad():
         logits = reference(context, rows=[len(context) - 1])[0]
 
-    def lift(token: int) -> float:
+    def shift(wanted: int, moved: int, sign: int) -> float:
+        """How far the logit of `moved` must go up or down before `wanted` is picked."""
+
         def taken(by: float) -> bool:
-            lifted = logits.clone()
-            lifted[token] += by
-            return picker.pick(lifted, len(context), context) == token
+            shifted = logits.clone()
+            shifted[moved] += sign * by
+            return picker.pick(shifted, len(context), context) == wanted
 
         if taken(0.0):
             return 0.0
@@ -326,7 +338,8 @@ def near_tie(
             low, high = (low, middle) if taken(middle) else (middle, high)
         return high
 
-    return NearTie(i, max(lift(a[i]), lift(b[i])), float(logits.abs().max()))
+    gaps = [min(shift(x, x, 1), shift(x, y, -1)) for x, y in ((a[i], b[i]), (b[i], a[i]))]
+    return NearTie(i, max(gaps), float(logits.abs().max()))
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ class GPTConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, not {value!r}")
+        epsilon = self.layer_norm_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
+            raise ValueError(f"layer_norm_epsilon must be a small positive number, not {epsilon!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} cannot be split evenly over n_head {self.n_head} heads")
 
@@ -120,7 +123,7 @@ class KVCache:
 
     def truncate(self, length: int) -> None:
         """Forget all slots from `length` on. Raises ValueError when fewer than that are in use."""
-        if not 0 <= length <= self.length:
+        if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"cannot truncate a cache of {self.length} slots to {length}")
         self.length = length
 
@@ -130,7 +133,8 @@ class KVCache:
         Raises ValueError if `start` or a slot is outside what is in use, or the result would not fit.
         """
         index = [int(slot) for slot in slots]
-        if not 0 <= start <= self.length or any(not 0 <= slot < self.length for slot in index):
+        inside = isinstance(start, int) and 0 <= start <= self.length
+        if not inside or any(not 0 <= slot < self.length for slot in index):
             raise ValueError(f"keep({start}, {index}) names slots outside the {self.length} in use")
         end = start + len(index)
         if end > self.capacity:
@@ -254,8 +258,16 @@ class GPT(nn.Module):
         """
         path = weights.resolve(name_or_path)
         config, tensors = weights.read(path)
-        with torch.device("meta"):  # shapes without memory: the tensors of the file become the parameters
-            model = cls(GPTConfig(**config))
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point type, not {dtype}")
+        shape = GPTConfig(**config)
+        try:
+            if shape.n_layer > len(tensors):
+                raise OverflowError
+            with torch.device("meta"):  # shapes without memory: the tensors of the file become the parameters
+                model = cls(shape)
+        except (OverflowError, TypeError, RuntimeError):  # numbers that no tensor can have
+            raise ValueError(f"{path}: a configuration of {shape} does not fit {len(tensors)} tensors") from None
         wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         problems = [f"missing {name}" for name in wanted if name not in found]
@@ -267,7 +279,11 @@ class GPT(nn.Module):
         ]
         if problems:
             raise ValueError(f"{path} does not hold this GPT-2: {'; '.join(problems)}")
-        model.load_state_dict({k: v.to(device, dtype) for k, v in tensors.items()}, assign=True)
+        tensors = {k: v.to(device, dtype) for k, v in tensors.items()}
+        odd = [name for name, tensor in tensors.items() if not torch.stack(tensor.aminmax()).isfinite().all()]
+        if odd:
+            raise ValueError(f"{path} holds numbers that are not finite in {dtype}: {', '.join(odd)}")
+        model.load_state_dict(tensors, assign=True)
         return model.requires_grad_(False).eval()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -339,13 +355,15 @@ class GPT(nn.Module):
                 raise ValueError(f"the cache has {cache.capacity} slots, {past} in use: no room for {q} more")
         if mask is not None and mask.shape != (q, past + q):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(q, past + q)}")
+        if rows is not None:
+            rows = self._checked(rows, q, "rows")
         if positions is None:
             if past + q > self.n_ctx:
                 raise ValueError(f"{past + q} tokens do not fit the model's context of {self.n_ctx}")
             positions = torch.arange(past, past + q, device=self.device)
         else:
             positions = self._checked(positions, self.n_ctx, "positions")
-            if positions.shape[-1:] != (q,):
+            if positions.shape[-1:] != (q,) or (cache is not None and positions.ndim != 1):
                 raise ValueError(f"{q} tokens, but positions of shape {tuple(positions.shape)}")
         if mask is not None:
             mask = mask.to(self.device)
@@ -359,5 +377,5 @@ class GPT(nn.Module):
         if cache is not None:
             cache.advance(q)
         if rows is not None:
-            x = x[..., torch.as_tensor(rows, device=self.device, dtype=torch.long), :]
+            x = x[..., rows, :]
         return F.linear(self.ln_f(x), self.wte.weight)  # the head is tied to the embedding

@@ -79,11 +79,13 @@ class Sampler:
     def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         if not (math.isfinite(temperature) and temperature >= 1e-4):
             raise ValueError(f"temperature must be at least 0.0001, not {temperature} (for 0, decode greedily)")
-        if top_k < 0 or top_k != int(top_k):
+        if not isinstance(top_k, int) or top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 (off) or larger, not {top_k}")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed must be a whole number, not {seed}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {top_p}")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, int(top_k), top_p, int(seed)
+        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
         self._noise: dict[tuple, Tensor] = {}
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:

@@ -75,7 +75,7 @@ class RandomDrafter:
     """Drafts junk."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
-        self.rng, self.vocab_size = random.Random(seed), vocab_size
+        self.rng, self.ids = random.Random(seed), vocab_size
         self.opened = self.closed = 0
 
     def open(self, prompt_ids):
@@ -83,7 +83,7 @@ class RandomDrafter:
         return self
 
     def draft(self, budget, picker=None):
-        return random_tree(self.rng, self.rng.randint(0, budget), self.vocab_size)
+        return random_tree(self.rng, self.rng.randint(0, budget), self.ids)
 
     def observe(self, tokens, draft=None, picks=None):
         pass
@@ -107,7 +107,7 @@ class OracleDrafter(RandomDrafter):
         path = self.truth[self.done : self.done + self.depth]
         tokens, parents, node = [], [], -1
         for token in path:
-            for wrong in {self.rng.randrange(self.vocab_size), self.rng.randrange(self.vocab_size)} - {token}:
+            for wrong in {self.rng.randrange(self.ids), self.rng.randrange(self.ids)} - {token}:
                 tokens.append(wrong)
                 parents.append(node)
             tokens.append(token)
@@ -230,6 +230,8 @@ def test_forward_refuses_what_does_not_fit():
         "2 tokens, but positions": ([1, 2], [0], None, None),
         "mask has shape": ([1, 2], None, torch.ones(2, 3, dtype=torch.bool), None),
         "one flat list": (torch.ones(1, 1, dtype=torch.long), None, None, cache),
+        "positions of shape": ([1], [[3]], None, cache),
+        "rows must lie": ([1], None, None, cache, [1]),
     }.items():
         with pytest.raises(ValueError, match=message):
             model(*arguments)
@@ -297,6 +299,8 @@ def test_cache_refuses_what_is_not_there():
     for wrong in (
         lambda: cache.truncate(5),
         lambda: cache.truncate(-1),
+        lambda: cache.truncate(1.5),
+        lambda: cache.keep(1.5, []),
         lambda: cache.keep(0, [4]),
         lambda: cache.keep(5, []),
         lambda: cache.keep(3, [0, 0, 0, 0]),
@@ -442,6 +446,13 @@ def test_damaged_and_foreign_files_get_one_clear_line(tmp_path):
         ({"model_type": "llama"}, "model_type"),
         ({"n_layer": None}, "n_layer"),
         ({"n_head": 5}, "evenly"),
+        ({"n_layer": 10**9}, "does not fit"),
+        ({"n_positions": 10**30}, "does not fit"),
+        ({"vocab_size": 2**62}, "does not fit"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon"),
+        ({"layer_norm_epsilon": -1}, "layer_norm_epsilon"),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]", "not valid JSON"),
         ("{", "not valid JSON"),
     ):
@@ -449,6 +460,15 @@ def test_damaged_and_foreign_files_get_one_clear_line(tmp_path):
         (tmp_path / "good" / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             GPT.load(tmp_path / "good")
+    # A stale n_ctx beside n_positions: the latter counts, as for transformers.
+    (tmp_path / "good" / "config.json").write_text(json.dumps(config | {"n_ctx": 7}))
+    assert GPT.load(tmp_path / "good").n_ctx == toy().n_ctx
+    for dtype, value in ((torch.float32, math.nan), (torch.float16, 1e6)):  # the second is finite in float32 only
+        tensors = published(toy(dtype=torch.float32))
+        tensors["wpe.weight"][20, 3] = value
+        save_file(tensors, tmp_path / "good" / "model.safetensors")
+        with pytest.raises(ValueError, match=r"not finite in torch.*wpe.weight"):
+            GPT.load(tmp_path / "good", dtype=dtype)
     (tmp_path / "good" / "config.json").unlink()
     (tmp_path / "bad").mkdir()
     for path, message in (("good", "config.json"), ("bad", "model.safetensors"), ("nowhere", "tiny, nano")):
@@ -706,6 +726,8 @@ def test_sampler_refuses():
         {"temperature": math.inf},
         {"top_k": -1},
         {"top_k": 1.5},
+        {"top_k": math.inf},
+        {"seed": 1.5},
         {"top_p": 0},
         {"top_p": 1.1},
         {"top_p": math.nan},
@@ -998,7 +1020,7 @@ def test_sessions_are_closed_whatever_happens():
     next(steps)
     steps.close()  # the reader walks away
     generate(model, [1, 2], drafter=drafter, max_new_tokens=3)
-    drafter.vocab_size = 1000
+    drafter.ids = 1000
     with pytest.raises(ValueError, match="outside the vocabulary"):
         generate(model, [1, 2], drafter=drafter, max_new_tokens=30)
     assert drafter.opened == drafter.closed == 3
@@ -1036,6 +1058,10 @@ def test_decode_refuses_at_the_call():
         ("outside the model's vocabulary", [-1], {}),
         ("budget", [1], {"budget": "lots"}),
         ("budget", [1], {"budget": -1}),
+        ("0 to 4096", [1], {"budget": 10**30}),
+        ("whole numbers", [1.5], {}),
+        ("whole numbers", [1], {"stop_ids": "x"}),
+        ("vocabulary of 5, the model has 29", [1], {"drafter": TokenTrie(5)}),
         ("max_new_tokens", [1], {"max_new_tokens": -1}),
         ("nothing is left to read", [1, 2], {"cache": cache}),
         ("whole number", [1], {"max_new_tokens": 2.5}),
@@ -1158,6 +1184,13 @@ def test_near_tie_measures_the_gap():
         torch.float32
     )
     assert near_tie(Fixed([1.0, 2.0]), [0], [1], [1, 0]) == NearTie(1, math.inf, 0)
+    # Two tokens compete for the last place of top-k: rounding pushes one out, whatever the noise says. Raising the
+    # other would have to outweigh the noise; lowering the rival tells how close it was.
+    logits, picker = torch.tensor([5.0, 3.0, 3.0, 0.0], dtype=torch.float64), Sampler(top_k=2, seed=4)
+    picks = [picker.pick(logits - 1e-7 * torch.eye(4, dtype=torch.float64)[i], 1, [0]) for i in (2, 1)]
+    assert picks[0] != picks[1]
+    tie = near_tie(Fixed((logits - 1e-7 * torch.eye(4)[2]).tolist()), [0], picks[:1], picks[1:], picker)
+    assert tie.within_rounding(torch.float32)
     # With top-k 2, token 0 is cut off; it takes a lift above token 2's logit, and above the sampled winner's sum.
     picker = Sampler(top_k=2, seed=1)
     assert near_tie(Fixed([1.0, 1.25, 1.5]), [0], [0], [2], picker).gap == pytest.approx(0.25)
@@ -1281,12 +1314,25 @@ def test_warmup_reads_text_too(tmp_path):
     file = tmp_path / "warm.txt"
     file.write_text("One answer,\nof two lines.\n\n\nAnother.\n")
     assert [r.strip() for r in cli.read_responses(str(file))] == ["One answer,\nof two lines.", "Another."]
+    file.write_bytes(b'\xef\xbb\xbf{"response": "x"}\n')  # some editors put a mark first
+    assert list(cli.read_responses(str(file))) == ["x"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes streams in a POSIX shell")
+@pytest.mark.parametrize("how", ["--prompt - <&-", "--prompt a >&-"])
+def test_closed_streams_are_said_in_one_line(how):
+    command = f'"{sys.executable}" "{ROOT / "lookahead.py"}" --model nano --max-new-tokens 2 {how}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, stdin=subprocess.PIPE)
+    assert done.returncode == 2 and "closed" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
     (tmp_path / "latin1").write_bytes(b"caf\xe9")
     (tmp_path / "bad.jsonl").write_text('{"response": "x"}\n{"respons": "y"}\n')
     (tmp_path / "empty").write_text("")
+    (tmp_path / "blank").write_text("a" + " " * 10**6 + "b")
+    (tmp_path / "array.json").write_text('[{"response": "x"}]')
+    (tmp_path / "deep.jsonl").write_text('{"response": "x"}\n' * 2 + '{"response": ' + "[" * 100_000)
     cases = {
         "empty": ["--prompt", ""],
         "context holds": ["--prompt", "word " * 600],
@@ -1304,6 +1350,15 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "invalid choice": ["--prompt", "a", "--mode", "fast"],
         "max_new_tokens": ["--prompt", "a", "--max-new-tokens", "-5"],
         "--threads": ["--prompt", "a", "--threads", "0"],
+        "1024": ["--prompt", "a", "--threads", "100000"],
+        "0 to 4096": ["--prompt", "a", "--budget", "1000000000"],
+        "100,000 white-space": ["--prompt-file", str(tmp_path / "blank")],
+        "JSON array": ["--prompt", "a", "--warmup", str(tmp_path / "array.json")],
+        "record 3": ["--prompt", "a", "--warmup", str(tmp_path / "deep.jsonl")],
+        "read once": ["--prompt", "-", "--warmup", "-"],
+        "drafts nothing": ["--prompt", "a", "--no-lookahead", "--warmup", "x"],
+        "meta": ["--prompt", "a", "--device", "meta"],
+        "which folder": ["--prompt", "a", "--model", "~no-such-user/x"],
         "--device": ["--prompt", "a", "--device", "toaster"],
         "leave out": ["--prompt", "a", "--compare", "--no-lookahead"],
         "unrecognized": ["--promt", "a"],

@@ -17,6 +17,7 @@ import base64
 import codecs
 import functools
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ GPT2_VOCAB_SIZE = 50257
 # GPT-2 first cuts the text into chunks that no merge may cross: English contractions, then a run of letters, of digits
 # or of other signs, each with at most one space before it, then white space. "It's 48/2" -> "It" "'s" " 48" "/" "2".
 CHUNK_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+TOO_BLANK = re.compile(r"\s{100001}")
 
 
 @functools.lru_cache(maxsize=1)
@@ -77,8 +79,10 @@ class Tokenizer:
         """Token ids of `text`.
 
         "<|endoftext|>" inside the text is ordinary text (thirteen characters), so that no prompt can smuggle in a stop
-        token; with `special=True` it becomes the one id `eot`.
+        token; with `special=True` it becomes the one id `eot`. Raises ValueError for an absurd run of white space.
         """
+        if TOO_BLANK.search(text):  # tiktoken would die of it
+            raise ValueError("the text holds a run of more than 100,000 white-space characters: shorten it")
         if special:
             return self._encoding.encode(text, allowed_special={EOT_TEXT})
         return self._encoding.encode_ordinary(text)

@@ -50,15 +50,22 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
         return MODELS / name
     if name in HUB:
         return _in_hub_cache(name) or _in_own_cache(name) or _download(name)
-    path = Path(name).expanduser()
+    path = _expand(name)
     if not path.exists():
         known = ", ".join((*BUNDLED, *HUB))
         raise FileNotFoundError(f"no model {name!r}: give one of {known}, or a folder, or a .safetensors file")
     return path
 
 
+def _expand(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # no such user, or no HOME
+        raise FileNotFoundError(f"cannot tell which folder ~ is in {path}") from None
+
+
 def _cache_home() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+    return _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
 
 
 def _whole(folder: Path) -> bool:
@@ -69,7 +76,7 @@ def _in_hub_cache(name: str) -> Path | None:
     """Where huggingface_hub would have put it: <cache>/models--owner--name/snapshots/<revision>/."""
     env = os.environ
     home = Path(env.get("HF_HOME") or _cache_home() / "huggingface")
-    cache = Path(env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or home / "hub").expanduser()
+    cache = _expand(env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
     for repository in (HUB[name], name):  # files fetched before 2024 lie under the bare name
         base = cache / f"models--{repository.replace('/', '--')}"
         main = base / "refs" / "main"
@@ -97,7 +104,7 @@ def _download(name: str) -> Path:
     breaks early leaves a short file and no error), and only then the folder gets its name.
     """
     final = _own_cache(name)
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     offline = (
         f"these work offline: {', '.join(BUNDLED)}, a folder or .safetensors file of your own, or any GPT-2 that is "
         "already in the Hugging Face cache"
@@ -146,6 +153,7 @@ def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
             if not (path / needed).is_file():
                 raise FileNotFoundError(f"{path} has no {needed}; {hint}")
     try:
+        file.open("rb").close()  # says "permission denied" where the library would say "no such file"
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {_bare(name): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -176,7 +184,7 @@ def _read_config(file: Path) -> dict:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON ({error})") from None
     wanted = {  # what makes a GPT-2 a GPT-2: another value would load and compute something else
         "model_type": ("gpt2",),
@@ -192,7 +200,7 @@ def _read_config(file: Path) -> dict:
             raise ValueError(
                 f"{file} says {key} = {raw[key]!r}: only plain GPT-2 is supported ({key} = {allowed[0]!r})"
             )
-    if "n_ctx" not in raw and "n_positions" in raw:
+    if "n_positions" in raw:  # the field that transformers reads; n_ctx is an older name for the same
         raw["n_ctx"] = raw["n_positions"]
     missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size", "n_ctx") if key not in raw]
     if missing:
@@ -222,7 +230,11 @@ def _infer_config(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         )
     config = {"n_layer": max(layers) + 1, "n_head": n_head, "n_embd": n_embd, "vocab_size": vocab_size, "n_ctx": n_ctx}
     if "layer_norm_epsilon" in metadata:
-        config["layer_norm_epsilon"] = float(metadata["layer_norm_epsilon"])
+        try:
+            config["layer_norm_epsilon"] = float(metadata["layer_norm_epsilon"])
+        except ValueError:
+            text = metadata["layer_norm_epsilon"]
+            raise ValueError(f"{file} says layer_norm_epsilon = {text!r} in its metadata, which is no number") from None
     return config
 
 
