@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from sampling import Greedy, Picker
-from trie import DraftTree
+from tree import DraftTree
 
 AUTO_BUDGET = 12  # nodes per step for budget="auto"
 MAX_BUDGET = 4096  # the cache gets a slot for each node, so a mistyped number must not ask for all memory

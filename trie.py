@@ -1,205 +1,216 @@
-"""Where draft tokens come from: a trie of everything that was said before.
+"""Where draft tokens come from: a trie of everything that was said before, and a blend of guesses out of it.
 
 Text repeats itself. Names come back, an answer quotes its question, and a service answers similar questions all day. A
-*trie* (prefix tree) remembers which tokens followed which: every sequence is entered from each of its positions, to a
-maximal depth, and every node counts how often its path was seen. After the output "a b a b c", with max_depth 3:
+trie (counts.py) counts which tokens followed which. The question here is how to make the best draft of its counts: a
+tree of N nodes in which as many as possible will be accepted. (Verification costs nearly the same for any tree of N
+nodes, lookahead.py.) A walk through the whole of it, with words for tokens. Five outputs were inserted,
 
-    root -- a 2 -- b 2 -- a 1        read: "a" was seen twice, "a b" twice, "a b a" once ...
-      |               \\-- c 1
-      |---- b 2 -- a 1 -- b 1
-      |       \\--- c 1
-      \\---- c 1
+    the dog sees the cat    the dog sees a bird    a cat sees the bird    the cat sleeps    a dog sleeps
 
-To guess what comes after "... a b", look up the longest suffix that is in the trie, "a b", and read off its
-continuations: "a" and "c", once each. Shorter suffixes know more continuations, though less surely: they fill up what
-the longest leaves of the budget. A text whose last token was never seen has none.
+and now a query's text ends in "... a dog sings . a dog". What comes next?
 
-Several guesses are worth more than one, because a forward pass over a dozen tokens costs hardly more than over one. So
-the guess is a *draft tree*, and the three published ways to spend a budget of nodes are here as modes
-(Zhao et al., KDD 2024, arXiv 2312.12728, section 4):
+1. *Match.* Several suffixes of the text were seen before, in two tries: the outputs of all queries, and this query's
+own text, prompt and output, which often repeats itself and vanishes when the query ends. From the longest down
+(max_depth 3, so suffixes of 2 tokens; the own text goes first among equals):
 
-    hierarchical   the most frequent nodes below the matched suffix; branches share their common beginning
-    parallel       several branches that share nothing
-    single         one branch: the most frequent continuation of the most frequent continuation ...
+    level  suffix   in        followed by
+      3    a dog    own       sings 1
+      2    a dog    outputs   sleeps 1
+      1    dog      own       sings 1
+      0    dog      outputs   sees 2, sleeps 1
 
-The counts of a running query's prompt are kept apart, in a small trie of its own, and vanish with the query. So no
-query sees another's prompt, while all see the outputs (what an output quotes from its prompt is part of the output).
+2. *Blend.* Long suffixes predict well but know little; short ones know more, less surely. Each level hands out a share
+lambda of what the levels above it left over (interpolation; Jelinek and Mercer 1980):
+
+    P_k(token) = lambda_k c(suffix_k token) / c(suffix_k) + (1 - lambda_k) P_(k-1)(token)
+
+How far to trust a level depends on how often its suffix was continued and by how many different tokens, so there is one
+lambda for each level and kind of node (Blend). It starts as n / (n + 2 d) for n continuations by d tokens (after Witten
+and Bell 1991: new tokens follow where many different ones did) and learns from every token that comes by. All four
+start at 1/3 here (3 continuations are in the class of 2 to 3, and count as 2):
+
+    sings   1/3 + 1/3 (2/3)^2                = 0.481
+    sleeps  1/3 (2/3) + 1/3 (2/3)^3 (1/3)    = 0.255
+    sees    1/3 (2/3)^3 (2/3)                = 0.066      and 0.198 for words that never followed
+
+3. *Best first.* The expected number of accepted nodes of a draft tree is the sum over its nodes of the probability that
+the node is on the accepted path, which is the product of the P along its path. So the best tree of N nodes is simply
+the N most probable nodes, and as no child is more probable than its parent, they are found by taking, N times, the most
+probable node whose parent was taken. With N = 3:
+
+    candidates                                    taken
+    sings 0.481, sleeps 0.255, sees 0.066         sings
+    "sings ." 0.267, sleeps 0.255                 "sings ."     (0.481 times 0.556, what P says after "dog sings")
+    sleeps 0.255                                  sleeps        ("sings . a" has 0.149)
+
+4. *Calibrate.* Whoever picks what looks best picks what was overestimated. How often nodes with a given estimate were
+accepted is counted, and a curve corrects the estimates (Calibration): they start at 0.87 of what they were, so this
+tree carries 0.42, 0.23 and 0.22.
 """
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import math
+import os
+import tempfile
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-MODES = ("hierarchical", "parallel", "single")
+from counts import EMPTY, Counts, Node, Writer
+from tree import DraftTree
+
+MODES = ("best-first", "hierarchical", "parallel", "single")
 
 
-class DraftTree:
-    """A tree of n guessed tokens below a *root*, the last token of the text so far (which is not itself a node).
+BITS = tuple(min(n.bit_length(), 8) for n in range(256))  # 1 -> 1, 2..3 -> 2, 4..7 -> 3, ...
+CELLS = 9 * 5  # bit lengths of `total` (0 to 8) and of the number of distinct children (0 to 4)
 
-    tokens    n ids
-    parents   n indices, parents[i] < i; -1 means a child of the root
-    probs     n estimated probabilities of being on the accepted path, or None
 
-    children[i] maps a token to the child of node i that carries it; children[-1] is the root's, so that a walk from the
-    root down needs no special case. Siblings carry distinct tokens: a walk is never in doubt where to go.
+def cell(node: Node) -> int:
+    """Which weight of a level belongs to a node: by how much was seen to follow it, and how many different tokens."""
+    total, distinct = node.total, len(node)
+    return 5 * (BITS[total] if total < 256 else 8) + (BITS[distinct] if distinct < 16 else 4)
 
-        tokens  = [on, down, the]       (root) -- on -- the
-        parents = [-1, -1, 0]                \\--- down
 
-    Raises ValueError for lists of unequal length, a parent that does not come before its child, or equal siblings.
+UNKNOWN = 1e-5  # the probability of a token that no level knows
+SLOWEST = 0.004  # the learning rate falls from 1/11 to this
+
+
+class Blend:
+    """How much each source of counts is trusted, learned from every token that comes by.
+
+    weights  (levels * CELLS,) list: the lambda of each level and kind of node
+    trained  (levels * CELLS,) list: how many tokens it has learned from
+
+    levels   two for each suffix length k, here counted from 0: 2 (k - 1) in the outputs, 2 (k - 1) + 1 in the own text
     """
 
-    def __init__(self, tokens: Sequence[int], parents: Sequence[int], probs: Sequence[float] | None = None) -> None:
-        self.tokens, self.parents = list(tokens), list(parents)
-        self.probs = None if probs is None else list(probs)
-        if len(self.tokens) != len(self.parents) or (self.probs is not None and len(self.probs) != len(self.tokens)):
-            raise ValueError("a draft tree needs one parent (and one probability, if any) for each token")
-        self.depths: list[int] = []  # 1 for a child of the root
-        self.children: list[dict[int, int]] = [{} for _ in range(len(self.tokens) + 1)]
-        for node, (token, parent) in enumerate(zip(self.tokens, self.parents)):
-            if not -1 <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}, which does not come before it")
-            if self.children[parent].setdefault(token, node) != node:
-                raise ValueError(f"token {token} stands twice below node {parent}")
-            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+    def __init__(self, orders: int) -> None:
+        self.weights = []
+        for total in (1, *(2**bit for bit in range(8))):
+            for distinct in (1, *(2**bit for bit in range(4))):
+                self.weights.append(total / (total + 2 * min(total, distinct)))
+        self.weights *= 2 * orders
+        self.trained = [0] * len(self.weights)
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def train(self, state: list[Node], token: int) -> None:
+        """The text in `state` went on with `token`: levels that expected it gain, the others lose.
 
-    def path(self, node: int) -> list[int]:
-        """Node indices from a child of the root down to `node`; [] for the root, -1."""
-        path = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]
+        As in online EM, lambda moves towards the posterior probability that its level and no lower one made the token:
 
-    def mask(self) -> Tensor:
-        """(n + 1, n + 1) bool: row i + 1 is node i; it sees the root (column 0), its ancestors and itself.
-
-        root  x              e.g. for the tree above
-        on    x x
-        down  x   x
-        the   x x   x
+            lambda <- lambda + rate (r - lambda),    r = lambda c(suffix token) / c(suffix) / P_level(token)
         """
-        rows = [bytearray(len(self.tokens) + 1)]
-        rows[0][0] = 1
-        for node, parent in enumerate(self.parents):
-            row = bytearray(rows[parent + 1])  # what the parent sees
-            row[node + 1] = 1
-            rows.append(row)
-        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), -1)
-
-    def trim(self, max_depth: int, max_nodes: int | None = None) -> "DraftTree":
-        """The tree without nodes deeper than `max_depth` or behind the first `max_nodes`; itself, if nothing goes."""
-        limit = len(self) if max_nodes is None else max_nodes
-        kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth and node < limit]
-        if len(kept) == len(self):
-            return self
-        new = {-1: -1} | {node: i for i, node in enumerate(kept)}
-        probs = None if self.probs is None else [self.probs[node] for node in kept]
-        return DraftTree([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], probs)
-
-    def render(self, decode: Callable[[list[int]], str], accepted: Iterable[int] = ()) -> str:
-        """The tree in ASCII, a line a node, with probabilities if known and `*` at the `accepted` nodes."""
-        marked = set(accepted)
-        lines = ["(root)"]
-
-        def walk(node: int, indent: str) -> None:
-            below = list(self.children[node].items())
-            for i, (token, child) in enumerate(below):
-                last = i == len(below) - 1
-                prob = "" if self.probs is None else f"  {self.probs[child]:.2f}"
-                star = " *" if child in marked else ""
-                lines.append(f"{indent}{'`-- ' if last else '|-- '}{decode([token])!r}{prob}{star}")
-                walk(child, indent + ("    " if last else "|   "))
-
-        walk(-1, "")
-        return "\n".join(lines)
+        weights, trained = self.weights, self.trained
+        p = UNKNOWN
+        for level, node in enumerate(state):
+            total = node.total
+            if total:
+                i = CELLS * level + cell(node)
+                weight = weights[i]
+                trained[i] = n = trained[i] + 1
+                rate = 1 / (n + 10) if n < 240 else SLOWEST
+                part = weight * node.get(token, EMPTY).count / total
+                p = part + (1 - weight) * p
+                weights[i] = weight + rate * (part / p - weight)
 
 
-class Node:
-    """One path that was seen: how often, and what came next. A parent's count is never below a child's."""
+class Calibration:
+    """Makes estimates honest: a monotone curve from estimated probabilities to how often such nodes were accepted.
 
-    __slots__ = ("children", "count")
+    A tree picks the nodes that look best, so their estimates are too high on average, by a sixth or so (the "winner's
+    curse"). Around each of the KNOTS we count what was estimated and what was accepted, and a broken line through the
+    corrected knots maps one to the other. It rises everywhere: so no node gets a higher probability than its parent,
+    and the most probable nodes stay the most probable.
+    """
+
+    KNOTS = (0.0, *(2 ** (-i / 2) for i in range(20, -1, -1)))  # 0, 1/1024 ... 1/2, 0.71, 1
+    MIDDLES = tuple(math.sqrt(a * b) for a, b in zip(KNOTS[1:], KNOTS[2:]))
+    FIRST, FIRST_WEIGHT = 0.87, 10.0  # the ratio we start with, and how many accepted nodes it counts for
+    MEMORY = 80.0  # estimates kept per knot: beyond it both sums are halved, so that the latest texts count most
 
     def __init__(self) -> None:
-        self.count = 0
-        self.children: dict[int, Node] = {}
+        self.estimated = [0.0] * (len(self.MIDDLES) + 1)
+        self.accepted = [0.0] * (len(self.MIDDLES) + 1)
+        self.refresh()
 
+    def refresh(self) -> None:
+        """Draw the line anew."""
+        heights = [0.0]
+        for knot, estimated, accepted in zip(self.KNOTS[1:], self.estimated, self.accepted):
+            ratio = (accepted + self.FIRST * self.FIRST_WEIGHT) / (estimated + self.FIRST_WEIGHT)
+            heights.append(min(max(heights[-1], knot * ratio), 1.0))
+        self.heights = heights
+        self.slopes = [
+            (high - low) / (b - a) for low, high, a, b in zip(heights, heights[1:], self.KNOTS, self.KNOTS[1:])
+        ]
 
-def find(root: Node, path: Iterable[int]) -> Node | None:
-    """The node at the end of `path`, or None if it was never seen."""
-    node: Node | None = root
-    for token in path:
-        node = node.children.get(token)
-        if node is None:
-            return None
-    return node
+    def __call__(self, p: float) -> float:
+        i = min(bisect_right(self.KNOTS, p), len(self.slopes)) - 1
+        return self.heights[i] + (p - self.KNOTS[i]) * self.slopes[i]
 
-
-class Writer:
-    """Enters a sequence into a trie token by token, from each of its positions at once.
-
-    A new token lengthens every open path by one and opens another, so nothing is ever looked up from the root again:
-
-        after "a b"   open: (b), (a b)
-        then "c"      counts (c), (b c), (a b c), which are the open ones now; the longest leaves at max_depth
-    """
-
-    def __init__(self, root: Node, max_depth: int) -> None:
-        self.root, self.max_depth = root, max_depth
-        self.open: list[Node] = []  # shortest path first, each one token longer than the one before
-        self.longest = 0  # tokens in the last of them
-
-    def write(self, token: int, begin: bool = True) -> int:
-        """Count `token` on each open path and, if `begin`, on one that starts here. Returns how many nodes are new."""
-        created = 0
-        grown = []
-        for node in [self.root, *self.open] if begin else self.open:
-            child = node.children.get(token)
-            if child is None:
-                child = node.children[token] = Node()
-                created += 1
-            child.count += 1
-            grown.append(child)
-        self.open, self.longest = grown, self.longest + 1
-        if self.longest == self.max_depth:
-            self.longest -= 1
-            if grown:
-                grown.pop()
-        return created
+    def learn(self, estimates: Sequence[float], accepted: Iterable[int]) -> None:
+        """Of nodes with these (uncorrected) estimates, those with the indices `accepted` were accepted."""
+        for p in estimates:
+            self.estimated[bisect_right(self.MIDDLES, p)] += p
+        for node in accepted:
+            i = bisect_right(self.MIDDLES, estimates[node])
+            self.accepted[i] += 1
+            if self.estimated[i] > self.MEMORY:
+                self.estimated[i] /= 2
+                self.accepted[i] /= 2
 
 
 class TokenTrie:
-    """The drafter: memory of all outputs, shared by all queries. It grows with every new output and forgets none.
+    """The drafter: memory of all outputs, shared by all queries, and what was learned about trusting it.
 
-    vocab_size   of the model it drafts for, or None: not checked
-    max_depth    longest path, in tokens
-    max_match    longest suffix that is looked up; max_depth - max_match tokens are left to draft below it
-    mode         "hierarchical", "parallel" or "single"
+    vocab_size  of the model it drafts for, or None: not checked
+    max_depth   longest path, in tokens: a suffix of max_depth - 1 tokens and what followed. None: 5 in best-first
+                mode, where drafts run deeper than the trie, 8 in the paper's
+    max_nodes   never exceeded: when it is reached, what is worth least is forgotten (counts.py)
+    mode        "best-first", or one of the paper's, "hierarchical", "parallel" and "single" (drafters.py)
 
-    Raises ValueError for an unknown mode or depths that leave nothing to draft.
+    Raises ValueError for an unknown mode and impossible numbers.
     """
 
     def __init__(
-        self, vocab_size: int | None = None, max_depth: int = 8, max_match: int = 3, mode: str = "hierarchical"
+        self,
+        vocab_size: int | None = None,
+        max_depth: int | None = None,
+        max_nodes: int = 500_000,
+        mode: str = "best-first",
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        if not 1 <= max_match < max_depth:
-            raise ValueError(f"max_match must be at least 1 and below max_depth {max_depth}, not {max_match}")
-        self.vocab_size, self.max_depth, self.max_match, self.mode = vocab_size, max_depth, max_match, mode
-        self.root = Node()
-        self.n_nodes = 0  # without the root
+        if max_depth is None:
+            max_depth = 5 if mode == "best-first" else 8
+        if not isinstance(max_depth, int) or max_depth < 2:
+            raise ValueError(f"max_depth must be a whole number, 2 or more, not {max_depth!r}")
+        if not isinstance(max_nodes, int) or max_nodes < 8 * max_depth:
+            raise ValueError(f"max_nodes must be a whole number, at least 8 * max_depth, not {max_nodes!r}")
+        self.vocab_size, self.max_depth, self.max_nodes, self.mode = vocab_size, max_depth, max_nodes, mode
+        self.outputs = Counts(max_depth, max_nodes)
+        self.blend = Blend(max_depth - 1)
+        self.calibration = Calibration()
+
+    @property
+    def n_nodes(self) -> int:
+        return self.outputs.n_nodes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all nodes, in bytes."""
+        return self.outputs.nbytes
 
     def insert(self, tokens: Iterable[int]) -> None:
         """Remember an output seen earlier (token ids, end-of-text included if it ended so)."""
-        writer = Writer(self.root, self.max_depth)
+        writer = Writer(self.outputs)
         for token in [self.check(token) for token in tokens]:  # all are checked before the first is counted
-            self.n_nodes += writer.write(token)
+            writer.write(token)
 
     def check(self, token: int) -> int:
         token = int(token)
@@ -208,129 +219,191 @@ class TokenTrie:
         return token
 
     def count(self, tokens: Iterable[int]) -> int:
-        """How often this path was seen in outputs; 0 if never."""
-        node = find(self.root, tokens)
-        return 0 if node is None else node.count
+        """How often this path was seen in outputs; 0 if never (or forgotten)."""
+        return self.outputs.find(tokens).count
 
     def open(self, prompt_ids: Iterable[int]) -> "TrieSession":
         """A query begins."""
-        return TrieSession(self, prompt_ids)
+        if self.mode == "best-first":
+            return TrieSession(self, prompt_ids)
+        from drafters import PaperSession  # they lie above this file and are loaded only when asked for
+
+        return PaperSession(self, prompt_ids)
+
+    FORMAT, VERSION = "lookahead-trie", "1"
+    LEARNED = (("blend", "weights"), ("blend", "trained"), ("calibration", "estimated"), ("calibration", "accepted"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """One safetensors file, about 10 bytes a node; open sessions' own texts are not in it.
+
+        It is written under a temporary name and renamed, so a reader sees the old file or the new one, whole.
+        """
+        learned = {f"{part}.{name}": np.array(getattr(getattr(self, part), name)) for part, name in self.LEARNED}
+        numbers = {name: getattr(self, name) for name in ("vocab_size", "max_depth", "max_nodes", "mode")}
+        numbers["clock"] = self.outputs.clock
+        header = {"format": self.FORMAT, "version": self.VERSION, "trie": json.dumps(numbers)}
+        path = Path(path)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as scratch:
+            save_file(self.outputs.pack() | learned, f"{scratch}/trie", header)
+            os.replace(f"{scratch}/trie", path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], vocab_size: int | None = None) -> "TokenTrie":
+        """What `save` wrote. Raises FileNotFoundError if there is no such file, ValueError if it is damaged, something
+        else, of another version, or was made for another vocabulary than `vocab_size`.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no trie file {path}")
+        try:
+            with safe_open(path, framework="numpy") as file:
+                header = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a whole trie file ({' '.join(str(error).split())})") from None
+        if header.get("format") != cls.FORMAT:
+            raise ValueError(f"{path} holds something else than a trie: --save-trie writes such files")
+        if header.get("version") != cls.VERSION:
+            raise ValueError(f"{path} is a trie of version {header.get('version')}, this program reads {cls.VERSION}")
+        try:
+            numbers = json.loads(header["trie"])
+            clock = numbers.pop("clock")
+            trie = cls(**numbers)
+            trie.outputs.unpack(arrays, clock)
+            for part, name in cls.LEARNED:
+                old, new = getattr(getattr(trie, part), name), arrays[f"{part}.{name}"].tolist()
+                if len(new) != len(old):
+                    raise ValueError(f"{part}.{name} has {len(new)} entries instead of {len(old)}")
+                setattr(getattr(trie, part), name, new)
+            highest = int(arrays["tokens"].max(initial=-1))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is a damaged trie file ({error})") from None
+        made_for = trie.vocab_size or highest + 1
+        if vocab_size is not None and (made_for > vocab_size or trie.vocab_size not in (None, vocab_size)):
+            raise ValueError(f"{path} was made for a vocabulary of {made_for} tokens, the model has {vocab_size}")
+        trie.vocab_size = vocab_size or trie.vocab_size
+        return trie
 
 
 class TrieSession:
-    """One query: reads the shared trie and a private one for its prompt, and tells the shared one what was emitted.
+    """One query, drafting best-first: reads the shared trie and a private one, and tells both what was emitted.
 
-    Every run of tokens in prompt + output is counted exactly once, by where it begins: in the prompt, then it is the
-    query's own and goes into the private trie (also if it runs on into the output); in the output, then all may use it.
+    The private trie holds this query's prompt and output, and vanishes with it; the shared one gets the output.
     """
-
-    PROMPT_WEIGHT = 3  # what this question says is likelier to come up in its answer than what others' answers said
 
     def __init__(self, trie: TokenTrie, prompt_ids: Iterable[int]) -> None:
         self.trie = trie
-        self.prompt_root = Node()
-        self._prompt_writer = Writer(self.prompt_root, trie.max_depth)
-        self._output_writer = Writer(trie.root, trie.max_depth)
         tokens = [trie.check(token) for token in prompt_ids]
+        self.own = Counts(trie.max_depth, trie.max_nodes)
+        self._own_writer, self._writer = Writer(self.own), Writer(trie.outputs)
         for token in tokens:
-            self._prompt_writer.write(token)
-        self._recent = tokens[-trie.max_match :]  # the suffix that drafts continue
+            self._own_writer.write(token)
+        self._recent = deque(tokens, maxlen=trie.max_depth - 1)
+        self._estimates: list[float] = []  # of the last draft, uncorrected
+        self._steps = 0
+        trie.calibration.refresh()
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """The state: for each suffix of the text, shortest first, its node in the outputs and its node in the query.
+
+        After "... the dog" with max_depth 3 these are the nodes of  dog, dog, the dog, the dog.  From then on the state
+        moves along: the suffix "the dog" plus "sat" is a child of "the dog", and so on. See `_after`.
+        """
+        recent = list(self._recent)
+        self.state = []
+        for length in range(1, self.trie.max_depth):
+            suffix = recent[-length:] if length <= len(recent) else None
+            self.state += [counts.find(suffix) if suffix else EMPTY for counts in (self.trie.outputs, self.own)]
+        self._time = self.trie.outputs.clock + self.own.clock
+
+    def _current(self) -> list[Node]:
+        if self._time != self.trie.outputs.clock + self.own.clock:  # somebody else wrote, or something was forgotten
+            self._look_up()
+        return self.state
+
+    def _after(self, state: list[Node], token: int) -> list[Node]:
+        """The state one token further. EMPTY has no children, so what was never seen stays so."""
+        return [node.get(token, EMPTY) for node in (self.trie.outputs.root, self.own.root, *state[:-2])]
 
     def observe(
         self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
     ) -> None:
         """These tokens were emitted. Their n-grams are in the trie from now on, for this query and all others."""
         tokens = [self.trie.check(token) for token in tokens]
+        if draft is not None and len(draft) == len(self._estimates):  # a tree that was cut says nothing of the rest
+            self.trie.calibration.learn(self._estimates, draft.walk(tokens))
+            self._steps += 1
+            if self._steps % 8 == 0:
+                self.trie.calibration.refresh()
         for token in tokens:
-            self.trie.n_nodes += self._output_writer.write(token)
-            self._prompt_writer.write(token, begin=False)
-        self._recent = [*self._recent, *tokens][-self.trie.max_match :]
+            state = self._current()
+            self.trie.blend.train(state, token)
+            self._writer.write(token)
+            self._own_writer.write(token)
+            self.state = self._after(state, token)
+            self._recent.append(token)
+            self._time += 2
 
     def close(self) -> None:
-        """The query ends: its prompt is forgotten."""
-        self.prompt_root = Node()
-        self._prompt_writer = Writer(self.prompt_root, self.trie.max_depth)
+        """The query ends: its text is forgotten."""
+        self.own = Counts(self.trie.max_depth, self.trie.max_nodes)
+        self._own_writer = Writer(self.own)
+        self._recent.clear()
+        self._look_up()
+
+    ENOUGH = 0.25  # levels that have less than this share of an average node to give are not asked
 
     def draft(self, budget: int, picker: object = None) -> DraftTree:
-        """At most `budget` tokens that may come next, as a tree; empty if nothing is known."""
-        grow = {"hierarchical": self._hierarchical, "parallel": self._parallel, "single": self._single}
+        """The `budget` most probable nodes (fewer, if less is known), most probable first, with their probabilities.
+
+        Best-first search: a child is never more probable than its parent, so the most probable node whose parent is in
+        the tree is the next most probable of all. Candidates beyond the budget can never be taken and are dropped at
+        once, and a node below the worst candidate need not be expanded.
+        """
         tokens: list[int] = []
         parents: list[int] = []
-        grow[self.trie.mode](budget, tokens, parents)
-        return DraftTree(tokens, parents)
+        estimates: list[float] = []
+        candidates: list[tuple] = []  # (p, -parent, -token, state of the parent), ascending; equal p: older, smaller
+        node, p, state, left = -1, 1.0, self._current(), budget
+        while left > 0:
+            if len(candidates) < left or p > candidates[0][0]:
+                for token, q in self._expand(state, p, self.ENOUGH / budget).items():
+                    if len(candidates) < left or q >= candidates[0][0]:
+                        insort(candidates, (q, -node, -token, state))
+                        if len(candidates) > left:
+                            del candidates[0]
+            if not candidates:
+                break
+            p, parent, token, state = candidates.pop()
+            node, left = len(tokens), left - 1
+            tokens.append(-token)
+            parents.append(-parent)
+            estimates.append(p)
+            if left and (len(candidates) < left or p > candidates[0][0]):
+                state = self._after(state, -token)
+        self._estimates = estimates
+        return DraftTree(tokens, parents, [self.trie.calibration(p) for p in estimates])
 
-    def _suffixes(self) -> Iterator[tuple[Node | None, Node | None]]:
-        """The nodes of the text's suffixes in the output trie and in the prompt's, longest suffix first."""
-        for start in range(len(self._recent)):
-            suffix = self._recent[start:]
-            output, prompt = find(self.trie.root, suffix), find(self.prompt_root, suffix)
-            if output or prompt:
-                yield output, prompt
+    def _expand(self, state: list[Node], p: float, enough: float) -> dict[int, float]:
+        """The children of a node of probability `p`: token -> probability.
 
-    def _continuations(self, output: Node | None, prompt: Node | None, most: int) -> list[tuple]:
-        """(-weight, token, output child, prompt child) of the `most` frequent continuations, most frequent first.
-
-        Ties go to the smaller token id, so that drafting is deterministic.
+        From the longest suffix down, each level hands out its share lambda of what the levels above left over.
         """
-        weighted: dict[int, list] = {}
-        if output is not None:
-            weighted = {token: [-child.count, token, child, None] for token, child in output.children.items()}
-        if prompt is not None:
-            for token, child in prompt.children.items():
-                entry = weighted.setdefault(token, [0, token, None, None])
-                entry[0] -= self.PROMPT_WEIGHT * child.count
-                entry[3] = child
-        return heapq.nsmallest(most, [tuple(entry) for entry in weighted.values()])
-
-    def _hierarchical(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """Below the longest suffix the most frequent nodes, by a heap; if they do not fill the budget, the next suffix.
-
-        A child is never more frequent than its parent, so taking the most frequent node whose parent was taken gives
-        the most frequent ones of all. With counts a 5 (below it b 4, c 1) and d 2, and a budget of 3:
-
-            heap a5 d2 -> take a;    heap b4 d2 c1 -> take b;    heap d2 c1 -> take d
-        """
-        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node, as a shorter suffix proposes some again
-        for output, prompt in self._suffixes():
-            order = 0  # earlier entries first among equals; also keeps the heap from comparing nodes
-            heap: list[tuple] = []
-            node, below = -1, self._continuations(output, prompt, budget)  # the root's children are open first
-            while len(tokens) < budget:
-                for weight, token, *children in below:
-                    heapq.heappush(heap, (weight, order, token, node, children))
-                    order += 1
-                if not heap:
+        weights = self.trie.blend.weights
+        shares: dict[int, float] = {}
+        for level in range(len(state) - 1, -1, -1):
+            node = state[level]
+            total = node.total
+            if total:
+                share = p * weights[CELLS * level + cell(node)]
+                p -= share
+                share /= total
+                if node.top is None:
+                    for token, child in node.items():
+                        shares[token] = shares.get(token, 0.0) + share * child.count
+                else:
+                    for token in node.top:
+                        shares[token] = shares.get(token, 0.0) + share * node[token].count
+                if p < enough:
                     break
-                _, _, token, parent, children = heapq.heappop(heap)
-                node, below = known.setdefault((parent, token), len(tokens)), self._continuations(*children, budget)
-                if node == len(tokens):
-                    tokens.append(token)
-                    parents.append(parent)
-
-    def _parallel(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """A chain for each first token, from the most frequent on, the longest suffix first."""
-        started: set[int] = set()
-        for output, prompt in self._suffixes():
-            for entry in self._continuations(output, prompt, budget):
-                if len(tokens) >= budget:
-                    return
-                if entry[1] not in started:
-                    started.add(entry[1])
-                    self._chain(entry, budget, tokens, parents)
-
-    def _single(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        for output, prompt in self._suffixes():
-            for entry in self._continuations(output, prompt, 1):
-                if budget > 0:
-                    self._chain(entry, budget, tokens, parents)
-                return
-
-    def _chain(self, entry: tuple, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """Follow the most frequent continuation until the trie or the budget ends."""
-        parent = -1
-        while entry is not None and len(tokens) < budget:
-            _, token, output, prompt = entry
-            tokens.append(token)
-            parents.append(parent)
-            parent = len(tokens) - 1
-            entry = next(iter(self._continuations(output, prompt, 1)), None)
+        return shares

@@ -1,0 +1,225 @@
+"""What followed what: a bounded memory of every n-gram seen, as a trie that counts.
+
+Every sequence is entered from each of its positions, to a maximal depth, and every node counts how often its path was
+seen. After "a b a b c", with max_depth 3:
+
+    root -- a 2 -- b 2 -- a 1        read: "a" was seen twice, "a b" twice, "a b a" once ...
+      |               \\-- c 1
+      |---- b 2 -- a 1 -- b 1
+      |       \\--- c 1
+      \\---- c 1
+
+Three rules hold at every moment, and everything above relies on them:
+
+    a parent is never rarer than a child                        "a b" cannot be seen more often than "a"
+    nor is a path rarer than the same path with a longer past   "b" is at least as frequent as "a b": if a long suffix
+                                                                of a text is in the trie, so are all shorter ones
+    there are never more than max_nodes nodes                   what is worth least is forgotten in time
+"""
+
+import itertools
+
+import sys
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+WIDE = 16  # nodes with more children than this keep a list of the most frequent ones
+
+
+class Node(dict):  # dict[int, Node]
+    """One path that was seen. A node *is* the dictionary from the next token to the node of the longer path.
+
+    count  how often the path was seen
+    total  the sum of the children's counts: how often something was seen to follow
+    seen   the time (in tokens written) of the last time
+    top    None, or with more than WIDE children the tokens of the WIDE most frequent, in order (equals: smaller id)
+    """
+
+    __slots__ = ("count", "seen", "top", "total")
+
+    def __init__(self) -> None:
+        self.count = self.total = self.seen = 0
+        self.top: list[int] | None = None
+
+    def rank(self) -> None:
+        """Make `top` anew."""
+        by_count = sorted(self, key=lambda token: (-self[token].count, token))
+        self.top = by_count[:WIDE] if len(self) > WIDE else None
+
+    def promote(self, token: int, count: int) -> None:
+        """Keep `top` in order after the child `token` was counted up to `count`."""
+        top = self.top
+        last = self[top[-1]].count
+        if count < last or (count == last and token > top[-1]):
+            return
+        i = top.index(token) if token in top else WIDE - 1
+        while i and (self[top[i - 1]].count, -top[i - 1]) < (count, -token):
+            top[i] = top[i - 1]
+            i -= 1
+        top[i] = token
+
+
+EMPTY = Node()  # stands for a path that was never seen: no count, no children. Never written to
+
+
+class Counts:
+    """The trie: its root, its bounds, and what is forgotten when it is full.
+
+    max_depth  longest path, in tokens
+    max_nodes  never exceeded
+    """
+
+    # What a node is worth: the time it was last seen, in tokens written, plus so many tokens for each doubling of its
+    # count, less so many for each token of its path. So the rare go first, among them the long paths (whose
+    # beginnings still know most of it), and among those the ones that are oldest; and what is no longer said fades.
+    # A node is worth no more than its parent or its own shorter past, so forgetting keeps the rules above.
+    DOUBLING, LENGTH = 300_000, 100_000
+    KEPT = 0.75  # the share of the nodes that stays
+
+    def __init__(self, max_depth: int, max_nodes: int) -> None:
+        self.root = Node()
+        self.max_depth, self.max_nodes = max_depth, max_nodes
+        self.n_nodes = 0  # without the root
+        self.clock = 0  # tokens written
+        self.forgotten = 0  # how many times room was made; whoever holds nodes must look them up again then
+
+    def find(self, path: Iterable[int]) -> Node:
+        """The node at the end of `path`; EMPTY if it was never seen."""
+        node = self.root
+        for token in path:
+            node = node.get(token, EMPTY)
+        return node
+
+    def levels(self) -> Iterator[list[Node]]:
+        """All nodes, depth by depth, the root first."""
+        level = [self.root]
+        while level:
+            yield level
+            level = [child for node in level for child in node.values()]
+
+    def forget(self) -> None:
+        """Drop the quarter of the nodes that is worth least (a microsecond a node, so about four per node dropped)."""
+        rows = []
+        level = [self.root]
+        for depth in range(1, self.max_depth + 1):
+            parents = [node for node in level for _ in node]
+            tokens = [token for node in level for token in node]
+            level = [child for node in level for child in node.values()]
+            seen = np.array([node.seen for node in level], dtype=float)
+            count = np.array([node.count for node in level], dtype=float)
+            rows.append((parents, tokens, seen + self.DOUBLING * np.log2(count) - self.LENGTH * depth))
+        worth = np.concatenate([row[2] for row in rows])
+        bar = np.partition(worth, quarter := int(len(worth) * (1 - self.KEPT)))[quarter]
+        wide = {}
+        for parents, tokens, worth in rows:
+            for i in np.flatnonzero(worth <= bar).tolist():
+                node = parents[i]
+                node.total -= node.pop(tokens[i]).count
+                self.n_nodes -= 1
+                if node.top is not None:
+                    wide[id(node)] = node
+        for node in wide.values():
+            node.rank()
+        self.forgotten += 1
+        self.clock += 1  # so that whoever holds nodes notices
+
+    @property
+    def nbytes(self) -> int:
+        """What the nodes occupy in memory, in bytes (without the integers, most of which Python shares)."""
+        return sum(
+            sys.getsizeof(node) + (sys.getsizeof(node.top) if node.top else 0)
+            for level in self.levels()
+            for node in level
+        )
+
+    def pack(self) -> dict[str, np.ndarray]:
+        """The trie as flat arrays, depth by depth, each in the smallest integer type that holds it.
+
+        children  (n_nodes + 1,)  how many children each node has, the root first
+        tokens, counts, ages  (n_nodes,)  of all nodes but the root; an age is the time since the node was last seen
+
+            root -- a 2 -- b 1        children 2 1 0 0    tokens a b b    counts 2 1 1
+              `---- b 1
+        """
+        levels = list(self.levels())
+        edges = [edge for level in levels for node in level for edge in node.items()]
+        columns = {
+            "children": [len(node) for level in levels for node in level],
+            "tokens": [token for token, _ in edges],
+            "counts": [node.count for _, node in edges],
+            "ages": [self.clock - node.seen for _, node in edges],
+        }
+        return {
+            name: np.array(column, dtype=np.min_scalar_type(max(column, default=0))) for name, column in columns.items()
+        }
+
+    def unpack(self, arrays: dict[str, np.ndarray], clock: int) -> None:
+        """Fill an empty trie from `pack`'s arrays. Raises ValueError if they are not a trie within these bounds."""
+        children, *columns = (arrays[name].tolist() for name in ("children", "tokens", "counts", "ages"))
+        n = len(columns[0])
+        if len(children) != n + 1 or sum(children) != n or any(len(column) != n for column in columns):
+            raise ValueError("the arrays do not fit together")
+        if n > self.max_nodes:
+            raise ValueError(f"{n} nodes are more than max_nodes {self.max_nodes}")
+        rows, nodes = zip(*columns), [self.root]
+        for node, size in zip(nodes, children):  # `nodes` grows on the way: parents come before their children
+            for token, count, age in itertools.islice(rows, size):
+                child = node[token] = Node()
+                child.count, child.seen = count, clock - age
+                if count < 1 or (node is not self.root and count > node.count):
+                    raise ValueError(f"a node was seen {count} times, its parent {node.count} times")
+                node.total += count
+                nodes.append(child)
+            if len(node) != size:
+                raise ValueError("a token stands twice below one node")
+            if size > WIDE:
+                node.rank()
+        if len(nodes) != n + 1 or sum(1 for _ in self.levels()) > self.max_depth + 1:
+            raise ValueError("some nodes lie too deep or hang nowhere")
+        self.n_nodes, self.clock = n, clock
+
+
+class Writer:
+    """Enters a sequence into a trie token by token, from each of its positions at once.
+
+    A new token lengthens every open path by one and opens another, so nothing is ever looked up from the root again:
+
+        after "a b"   open: (b), (a b)
+        then "c"      counts (c), (b c), (a b c), which are the open ones now; the longest leaves at max_depth
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self.open: list[Node] = []  # shortest path first, each one token longer than the one before
+        self.longest = 0  # tokens in the last of them
+        self.forgotten = counts.forgotten
+
+    def write(self, token: int, begin: bool = True) -> None:
+        """Count `token` on each open path and, if `begin`, on one that starts here."""
+        counts = self.counts
+        if counts.n_nodes + counts.max_depth > counts.max_nodes:
+            counts.forget()
+        if self.forgotten != counts.forgotten:  # open paths may be gone: start afresh
+            self.open, self.longest, self.forgotten = [], 0, counts.forgotten
+        counts.clock = clock = counts.clock + 1
+        grown = []
+        for node in (counts.root, *self.open) if begin else self.open:
+            child = node.get(token)
+            if child is None:
+                child = node[token] = Node()
+                counts.n_nodes += 1
+            child.count = count = child.count + 1
+            child.seen = clock
+            node.total += 1
+            if node.top is not None:
+                node.promote(token, count)
+            elif len(node) > WIDE:
+                node.rank()
+            grown.append(child)
+        self.longest += 1
+        if self.longest == counts.max_depth:
+            self.longest -= 1
+            if grown:
+                grown.pop()
+        self.open = grown

@@ -1,0 +1,100 @@
+"""The draft tree: guessed tokens that share their beginnings. Drafters make it, the model verifies it in one pass."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class DraftTree:
+    """A tree of n guessed tokens below a *root*, the last token of the text so far (which is not itself a node).
+
+    tokens    n ids
+    parents   n indices, parents[i] < i; -1 means a child of the root
+    probs     n estimated probabilities of being on the accepted path, or None
+
+    children[i] maps a token to the child of node i that carries it; children[-1] is the root's, so that a walk from the
+    root down needs no special case. Siblings carry distinct tokens: a walk is never in doubt where to go.
+
+        tokens  = [on, down, the]       (root) -- on -- the
+        parents = [-1, -1, 0]                \\--- down
+
+    Raises ValueError for lists of unequal length, a parent that does not come before its child, or equal siblings.
+    """
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int], probs: Sequence[float] | None = None) -> None:
+        self.tokens, self.parents = list(tokens), list(parents)
+        self.probs = None if probs is None else list(probs)
+        if len(self.tokens) != len(self.parents) or (self.probs is not None and len(self.probs) != len(self.tokens)):
+            raise ValueError("a draft tree needs one parent (and one probability, if any) for each token")
+        self.depths: list[int] = []  # 1 for a child of the root
+        self.children: list[dict[int, int]] = [{} for _ in range(len(self.tokens) + 1)]
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents)):
+            if not -1 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}, which does not come before it")
+            if self.children[parent].setdefault(token, node) != node:
+                raise ValueError(f"token {token} stands twice below node {parent}")
+            self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def path(self, node: int) -> list[int]:
+        """Node indices from a child of the root down to `node`; [] for the root, -1."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def walk(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes that a text starting with `tokens` passes, from the root down."""
+        nodes, node = [], -1
+        for token in tokens:
+            if (node := self.children[node].get(token)) is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def mask(self) -> Tensor:
+        """(n + 1, n + 1) bool: row i + 1 is node i; it sees the root (column 0), its ancestors and itself.
+
+        root  x              e.g. for the tree above
+        on    x x
+        down  x   x
+        the   x x   x
+        """
+        rows = [bytearray(len(self.tokens) + 1)]
+        rows[0][0] = 1
+        for node, parent in enumerate(self.parents):
+            row = bytearray(rows[parent + 1])  # what the parent sees
+            row[node + 1] = 1
+            rows.append(row)
+        return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), -1)
+
+    def trim(self, max_depth: int, max_nodes: int | None = None) -> "DraftTree":
+        """The tree without nodes deeper than `max_depth` or behind the first `max_nodes`; itself, if nothing goes."""
+        limit = len(self) if max_nodes is None else max_nodes
+        kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth and node < limit]
+        if len(kept) == len(self):
+            return self
+        new = {-1: -1} | {node: i for i, node in enumerate(kept)}
+        probs = None if self.probs is None else [self.probs[node] for node in kept]
+        return DraftTree([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], probs)
+
+    def render(self, decode: Callable[[list[int]], str], accepted: Iterable[int] = ()) -> str:
+        """The tree in ASCII, a line a node, with probabilities if known and `*` at the `accepted` nodes."""
+        marked = set(accepted)
+        lines = ["(root)"]
+
+        def walk(node: int, indent: str) -> None:
+            below = list(self.children[node].items())
+            for i, (token, child) in enumerate(below):
+                last = i == len(below) - 1
+                prob = "" if self.probs is None else f"  {self.probs[child]:.2f}"
+                star = " *" if child in marked else ""
+                lines.append(f"{indent}{'`-- ' if last else '|-- '}{decode([token])!r}{prob}{star}")
+                walk(child, indent + ("    " if last else "|   "))
+
+        walk(-1, "")
+        return "\n".join(lines)
