@@ -67,6 +67,9 @@ def make_parser() -> Parser:
     text.add_argument(
         "--prompt-file", metavar="FILE", help="read the prompt from a file, or '-'; its last newline is dropped"
     )
+    text.add_argument(
+        "--interactive", action="store_true", help="read prompts line by line; the trie lives on and speeds up"
+    )
     text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     text.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default), 1 the model's own"
@@ -82,9 +85,12 @@ def make_parser() -> Parser:
     draft.add_argument(
         "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step, or auto (default)"
     )
-    draft.add_argument("--mode", choices=MODES, default=MODES[0], help="how the trie drafts (default: %(default)s)")
+    draft.add_argument("--mode", choices=MODES, help=f"how the trie drafts (default: {MODES[0]})")
     draft.add_argument("--warmup", metavar="FILE", help="responses to put into the trie first: text with blank "
                        'lines between them, or JSONL of {"response": ...}')  # fmt: skip
+    draft.add_argument("--load-trie", metavar="FILE", help="start with a trie that --save-trie wrote")
+    draft.add_argument("--save-trie", metavar="FILE", help="write the trie, with all it has learned, at the end")
+    draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
     draft.add_argument("--no-lookahead", action="store_true", help="plain decoding, one token per forward pass")
     draft.add_argument(
         "--compare", action="store_true", help="decode plainly too; print both speeds and whether texts agree"
@@ -135,10 +141,16 @@ def no_memory(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     if args.compare and args.no_lookahead:
         raise ValueError("--compare already runs plain decoding beside lookahead: leave out --no-lookahead")
-    if args.warmup and args.no_lookahead:
-        raise ValueError("--no-lookahead drafts nothing: leave out --warmup")
-    if args.warmup == "-" and "-" in (args.prompt, args.prompt_file):
-        raise ValueError("standard input can be read once: give --prompt or --warmup another source")
+    for name in ("warmup", "load_trie", "save_trie", "trace", "mode"):
+        if args.no_lookahead and getattr(args, name):
+            raise ValueError(f"--no-lookahead drafts nothing: leave out --{name.replace('_', '-')}")
+    for name in ("json", "compare", "prompt", "prompt_file"):
+        if args.interactive and getattr(args, name):
+            raise ValueError(f"--interactive reads its prompts itself: leave out --{name.replace('_', '-')}")
+    if args.trace and args.json:
+        raise ValueError("--json prints one object and nothing else: leave out --trace")
+    if args.warmup == "-" and (args.interactive or "-" in (args.prompt, args.prompt_file)):
+        raise ValueError("standard input can be read once: give the prompt or --warmup another source")
     if args.threads is not None:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"--threads must be 1 to 1024, not {args.threads}")
@@ -148,6 +160,28 @@ def run(args: argparse.Namespace) -> int:
     device = check_device(args.device)
     model = GPT.load(args.model, device, DTYPES[args.dtype])
     tokenizer = Tokenizer.for_model(model)
+    trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
+    settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
+    try:
+        if args.interactive:
+            return interactive(args, model, tokenizer, trie, settings)
+        return once(args, model, tokenizer, trie, settings, prompt)
+    finally:  # also when Ctrl-C ends a conversation
+        if args.save_trie:
+            trie.save(args.save_trie)
+            note(args, f"{trie.n_nodes:,} nodes of the trie written to {args.save_trie}")
+
+
+def once(
+    args: argparse.Namespace,
+    model: GPT,
+    tokenizer: Tokenizer,
+    trie: TokenTrie | None,
+    settings: dict[str, Any],
+    prompt: str | None,
+) -> int:
+    """One prompt, perhaps compared with plain decoding. Returns the exit code."""
+    picker = settings["picker"]
     if prompt is None:
         prompt = PROMPT if args.model in weights.BUNDLED else PROMPT_OTHER
         note(args, f"no --prompt given, so here is an example:\n{prompt}")
@@ -156,14 +190,6 @@ def run(args: argparse.Namespace) -> int:
     if "\\n" in prompt and "\n" not in prompt:
         note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
     prompt_ids = tokenizer.encode(prompt)
-
-    trie = None
-    if not args.no_lookahead:
-        trie = TokenTrie(vocab_size=model.vocab_size, mode=args.mode)
-        if args.warmup:
-            for response in read_responses(args.warmup):
-                trie.insert([*tokenizer.encode(response), tokenizer.eot])
-    settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that
         for _ in decode(model, prompt_ids, **settings | {"max_new_tokens": min(8, args.max_new_tokens)}):
             pass
@@ -200,6 +226,49 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     return 0
+
+
+def make_trie(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> TokenTrie:
+    if args.load_trie:
+        trie = TokenTrie.load(args.load_trie, model.vocab_size)
+        trie.mode = args.mode or trie.mode
+    else:
+        trie = TokenTrie(model.vocab_size, mode=args.mode or MODES[0])
+    if args.save_trie and not Path(args.save_trie).resolve().parent.is_dir():
+        raise FileNotFoundError(f"cannot write {args.save_trie}: there is no such folder")
+    if args.warmup:
+        for response in read_responses(args.warmup):
+            trie.insert([*tokenizer.encode(response), tokenizer.eot])
+    return trie
+
+
+def interactive(
+    args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any]
+) -> int:
+    """Prompts from standard input, one a line, until an empty line or its end."""
+    if sys.stdin is None:
+        raise FileNotFoundError("cannot read standard input: it is closed")
+    asks = args.model in weights.BUNDLED
+    note(args, f"one {'question' if asks else 'prompt'} a line; an empty line ends")
+    while True:
+        if sys.stdin.isatty():
+            print("? " if asks else "> ", end="", flush=True)
+        line = sys.stdin.readline().strip()
+        if not line:
+            return 0
+        prompt = f"Question: {line}\nAnswer:" if asks and not line.startswith("Question:") else line
+        try:
+            steps = decode(model, tokenizer.encode(prompt), drafter=trie, budget=args.budget, **settings)
+        except ValueError as error:  # too long, say: the next one may fit
+            print(f"lookahead: {error}", file=sys.stderr)
+            continue
+        generation, _ = stream(steps, tokenizer, args)
+        about = [f"{len(generation.tokens)} tokens", f"{speed(generation):.0f} tokens/s"]
+        if generation.steps:
+            about.insert(1, f"{generation.tokens_per_step:.2f} per step")
+        if trie is not None:
+            about.append(f"{trie.n_nodes:,} nodes in the trie")
+        print(f"[{', '.join(about)}]\n", flush=True)
 
 
 def make_picker(args: argparse.Namespace) -> Picker:
@@ -283,7 +352,9 @@ def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace
         done.append(step)
         arrived = time.perf_counter()
         first = first or arrived - began
-        if show:
+        if show and args.trace:
+            print_trace(len(done) - 1, step, tokenizer)
+        elif show:
             for i, token in enumerate(step.tokens):
                 piece = text.push([token] if token != tokenizer.eot else [])
                 drafted = i < len(step.accepted)
@@ -291,9 +362,20 @@ def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace
             sys.stdout.flush()
         paused += time.perf_counter() - arrived  # printing is not decoding
     seconds = time.perf_counter() - began - paused
-    if show:
+    if show and args.trace:
+        print(tokenizer.decode(token for step in done for token in step.tokens if token != tokenizer.eot))
+    elif show:
         print(text.close())
     return Generation.of(done, seconds), first
+
+
+def print_trace(number: int, step: Step, tokenizer: Tokenizer) -> None:
+    """One step: its draft tree with probabilities, the accepted nodes, what was emitted."""
+    emitted = " ".join(repr(tokenizer.decode([token])) for token in step.tokens)
+    name = "prefill" if step.prefill else f"step {number}"
+    print(f"{name}: {len(step.accepted)} of {len(step.draft)} nodes accepted, emitted {emitted}")
+    if step.draft:
+        print(step.draft.render(tokenizer.decode, step.accepted))
 
 
 def speed(generation: Generation) -> float:

@@ -18,7 +18,6 @@ Three rules hold at every moment, and everything above relies on them:
 """
 
 import itertools
-
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -32,7 +31,7 @@ class Node(dict):  # dict[int, Node]
 
     count  how often the path was seen
     total  the sum of the children's counts: how often something was seen to follow
-    seen   the time (in tokens written) of the last time
+    seen   when it was last seen, in tokens written; the time of its first token counts, so no child is younger
     top    None, or with more than WIDE children the tokens of the WIDE most frequent, in order (equals: smaller id)
     """
 
@@ -191,7 +190,7 @@ class Writer:
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self.open: list[Node] = []  # shortest path first, each one token longer than the one before
+        self.open: list[tuple[Node, int]] = []  # paths and when they began; shortest first, each a token longer
         self.longest = 0  # tokens in the last of them
         self.forgotten = counts.forgotten
 
@@ -204,19 +203,20 @@ class Writer:
             self.open, self.longest, self.forgotten = [], 0, counts.forgotten
         counts.clock = clock = counts.clock + 1
         grown = []
-        for node in (counts.root, *self.open) if begin else self.open:
+        for node, start in ((counts.root, clock), *self.open) if begin else self.open:
             child = node.get(token)
             if child is None:
                 child = node[token] = Node()
                 counts.n_nodes += 1
             child.count = count = child.count + 1
-            child.seen = clock
+            if child.seen < start:
+                child.seen = start
             node.total += 1
             if node.top is not None:
                 node.promote(token, count)
             elif len(node) > WIDE:
                 node.rank()
-            grown.append(child)
+            grown.append((child, start))
         self.longest += 1
         if self.longest == counts.max_depth:
             self.longest -= 1

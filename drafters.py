@@ -1,7 +1,7 @@
 """The paper's own ways to turn a trie into a draft, to compare with best-first.
 
-Three modes to spend a budget of nodes (Zhao et al., KDD 2024, arXiv 2312.12728, section 4), all by raw frequencies below
-a suffix of the text that is in the trie, the longest first:
+Three modes to spend a budget of nodes (Zhao et al., KDD 2024, arXiv 2312.12728, section 4), all by raw frequencies
+below a suffix of the text that is in the trie, the longest first:
 
     hierarchical   the most frequent nodes below the matched suffix; branches share their common beginning
     parallel       several branches that share nothing

@@ -20,19 +20,23 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import cli
 import lookahead
+import trie as trie_module
 import weights
+from counts import WIDE, Counts, Node, Writer
 from lookahead import NearTie, decode, first_difference, generate, near_tie
 from model import GPT, GPTConfig, KVCache
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
 from train import batches, evaluate, learning_rate, orthogonal, pad, problems
-from trie import MODES, DraftTree, TokenTrie
+from tree import DraftTree
+from trie import CELLS, MODES, Calibration, TokenTrie
 
 ROOT = Path(__file__).resolve().parent
 GOLDEN = ROOT / "assets" / "golden_logits.safetensors"
@@ -736,7 +740,125 @@ def test_sampler_refuses():
             Sampler(**settings)
 
 
-# --- trie.py --------------------------------------------------------------------------------------------------------
+# --- counts.py ------------------------------------------------------------------------------------------------------
+
+
+def ngrams(text: list[int], depth: int, starts: range) -> Counter:
+    return Counter(tuple(text[i : i + n]) for i in starts for n in range(1, depth + 1) if i + n <= len(text))
+
+
+def paths(root: Node, closed: bool = True) -> dict[tuple, Node]:
+    """All nodes by path; checks on the way what must hold of every trie (`closed`: that begins at every position)."""
+    found, stack = {}, [((), root)]
+    while stack:
+        path, node = stack.pop()
+        for token, child in node.items():
+            assert child.count >= 1 and (node is root or (child.count <= node.count and child.seen <= node.seen))
+            found[(*path, token)] = child
+            stack.append(((*path, token), child))
+        assert node.total == sum(child.count for child in node.values())
+        by_count = sorted(node, key=lambda token: (-node[token].count, token))
+        assert node.top == (by_count[:WIDE] if len(node) > WIDE else None)
+    for path, node in found.items():  # a path with a shorter past is no rarer
+        assert not closed or len(path) == 1 or found[path[1:]].count >= node.count
+    return found
+
+
+def counted(root: Node, closed: bool = True) -> Counter:
+    return Counter({path: node.count for path, node in paths(root, closed).items()})
+
+
+def test_counts_and_times_equal_brute_force():
+    for seed in range(30):
+        rng = random.Random(seed)
+        vocab, depth = rng.choice([3, 5, 40]), rng.randint(2, 6)
+        counts, expected, written = Counts(depth, 10**6), Counter(), []
+        for _ in range(rng.randint(1, 5)):
+            text = [int(vocab * rng.random() ** 2) for _ in range(rng.randint(0, 60))]
+            writer = Writer(counts)
+            for token in text:
+                writer.write(token)
+            expected += ngrams(text, depth, range(len(text)))
+            written += [*text, None]
+        found = paths(counts.root)
+        assert {path: node.count for path, node in found.items()} == expected
+        assert counts.n_nodes == len(expected) and counts.clock == sum(token is not None for token in written)
+        time, last = 0, {}
+        for i, token in enumerate(written):
+            time += token is not None
+            for n in range(1, depth + 1):
+                if i + 1 >= n and None not in written[i + 1 - n : i + 1]:
+                    last[tuple(written[i + 1 - n : i + 1])] = time - n + 1
+        assert {path: node.seen for path, node in found.items()} == last
+        assert counts.find([]) is counts.root and counts.find([vocab + 1, 0]).count == 0
+        assert counts.nbytes > 50 * counts.n_nodes
+
+
+def test_what_is_worth_least_is_forgotten():
+    for seed in range(30):
+        rng = random.Random(seed)
+        counts = Counts(rng.randint(2, 5), 10**6)
+        counts.DOUBLING, counts.LENGTH = rng.choice([(300_000, 100_000), (50, 20), (3, 2)])
+        for _ in range(rng.randint(1, 6)):
+            writer = Writer(counts)
+            for _ in range(rng.randint(1, 60)):
+                writer.write(int(30 * rng.random() ** 2))
+        before = {path: (node.count, node.seen) for path, node in paths(counts.root).items()}
+        counts.forget()
+        after = paths(counts.root)
+        assert counts.n_nodes == len(after) < len(before)
+        assert {path: (node.count, node.seen) for path, node in after.items()}.items() <= before.items()
+        worth = {p: seen + counts.DOUBLING * math.log2(c) - counts.LENGTH * len(p) for p, (c, seen) in before.items()}
+        kept, lost = [worth[p] for p in after], [w for p, w in worth.items() if p not in after]
+        assert len(lost) > len(before) / 4 - 1 and max(lost) < min(kept, default=math.inf)
+
+
+def test_the_bound_holds_at_every_moment():
+    for seed in range(12):
+        rng = random.Random(seed)
+        depth = rng.randint(2, 5)
+        bound = rng.choice([8 * depth, 100, 400])
+        counts = Counts(depth, bound)
+        writers = [Writer(counts) for _ in range(3)]
+        for step in range(1500):
+            rng.choice(writers).write(rng.randrange(12) if rng.random() < 0.7 else step % 7)
+            assert counts.n_nodes <= bound
+            if step % 100 == 0:
+                assert len(paths(counts.root)) == counts.n_nodes
+                writers[rng.randrange(3)] = Writer(counts)
+        assert counts.forgotten > 3
+
+
+def test_packed_counts_come_back_exactly():
+    for seed in range(20):
+        rng = random.Random(seed)
+        counts = Counts(4, 10**6)
+        for _ in range(seed % 5):
+            writer = Writer(counts)
+            for _ in range(rng.randint(20, 80)):
+                writer.write(int(70_000 * rng.random() ** 9))
+        arrays = counts.pack()
+        again = Counts(4, 10**6)
+        again.unpack(arrays, counts.clock)
+        old, new = paths(counts.root), paths(again.root)
+        assert list(old) == list(new) and again.n_nodes == counts.n_nodes and again.clock == counts.clock
+        assert all((old[p].count, old[p].seen) == (new[p].count, new[p].seen) for p in old)
+    assert sum(array.nbytes for array in arrays.values()) < 12 * counts.n_nodes  # bytes a node
+    for name, change in (
+        ("children", lambda a: a[:-1]),
+        ("children", lambda a: np.concatenate([a[1:], a[:1]])),
+        ("counts", lambda a: a + np.arange(len(a), dtype=a.dtype)),
+        ("counts", lambda a: a * 0),
+        ("tokens", lambda a: a * 0),
+    ):
+        with pytest.raises(ValueError):
+            Counts(4, 10**6).unpack(arrays | {name: change(arrays[name])}, counts.clock)
+    for bounds in ((3, 10**6), (4, 10)):
+        with pytest.raises(ValueError):
+            Counts(*bounds).unpack(arrays, counts.clock)
+
+
+# --- tree.py --------------------------------------------------------------------------------------------------------
 
 
 def test_draft_tree_by_hand():
@@ -762,6 +884,7 @@ def test_draft_tree_by_hand():
     trimmed = tree.trim(2)
     assert (trimmed.tokens, trimmed.parents, trimmed.probs) == ([5, 6, 7], [-1, -1, 0], [0.6, 0.3, 0.5])
     assert tree.trim(3) is tree and tree.trim(3, 2).tokens == [5, 6] and len(DraftTree([], []).trim(0)) == 0
+    assert tree.walk([5, 7, 8, 1]) == [0, 2, 3] and tree.walk([6, 7]) == [1] and tree.walk([]) == tree.walk([9]) == []
     for tokens, parents, probs in (
         ([1], [0], None),
         ([1, 1], [-1, -1], None),
@@ -782,26 +905,311 @@ def test_tree_mask_against_paths():
             assert {j - 1 for j in mask[node + 1].nonzero().flatten().tolist()} == {-1, *tree.path(node)}
 
 
-def ngrams(text: list[int], depth: int, starts: range) -> Counter:
-    return Counter(tuple(text[i : i + n]) for i in starts for n in range(1, depth + 1) if i + n <= len(text))
+# --- trie.py: best-first --------------------------------------------------------------------------------------------
 
 
-def trie_counts(root) -> Counter:
-    counts, stack = Counter(), [((), root)]
-    while stack:
-        path, node = stack.pop()
-        for token, child in node.children.items():
-            counts[(*path, token)] = child.count
-            assert len(path) == 0 or child.count <= node.count
-            stack.append(((*path, token), child))
-    return counts
+def levels_of(text: list[int], outputs: Counter, own: Counter, depth: int) -> list[tuple[Counter, int]]:
+    """By brute force: (what followed, level) of every suffix that was continued, longest and own first."""
+    levels = []
+    for length in range(depth - 1, 0, -1):
+        suffix = tuple(text[-length:])
+        for counts, source in ((own, 1), (outputs, 0)):
+            followed = Counter({p[-1]: c for p, c in counts.items() if len(p) == length + 1 and p[:-1] == suffix})
+            if len(suffix) == length and followed:
+                levels.append((followed, 2 * (length - 1) + source))
+    return levels
 
 
-def test_trie_counts_equal_brute_force():
+def weight_index(followed: Counter, level: int) -> int:
+    total, distinct = sum(followed.values()), len(followed)
+    return CELLS * level + 5 * min(int(math.log2(total)) + 1, 8) + min(int(math.log2(distinct)) + 1, 4)
+
+
+def next_probabilities(levels: list, weights: list[float], p: float, enough: float) -> dict[int, float]:
+    """P of each next token times p, by the formula, from the longest suffix down until less than `enough` is left."""
+    shares, left = Counter(), p
+    for followed, level in levels:
+        weight = weights[weight_index(followed, level)]
+        total = sum(followed.values())
+        known = sorted(followed, key=lambda t: (-followed[t], t))[: WIDE if len(followed) > WIDE else None]
+        for token in known:
+            shares[token] += left * weight * followed[token] / total
+        left *= 1 - weight
+        if left < enough:
+            break
+    return shares
+
+
+def best_sum(children: dict[tuple, list[tuple]], p: dict[tuple, float], n: int) -> float:
+    """The largest sum of probabilities over all trees of at most n nodes, by trying every way to share n out."""
+
+    @functools.cache
+    def below(path: tuple, n: int) -> float:  # of all forests of at most n nodes below `path`
+        best = [0.0] * (n + 1)  # best[m]: with m nodes, among the children so far
+        for child in children[path]:
+            one = [0.0, *(p[child] + below(child, m - 1) for m in range(1, n + 1))]
+            best = [max(best[m - k] + one[k] for k in range(m + 1)) for m in range(n + 1)]
+        return best[n]
+
+    return below((), n)
+
+
+def random_trie(rng: random.Random, vocab: int, depth: int, **settings) -> tuple:
+    """A trained trie with an open session; also all that was inserted, the session's text, and where outputs begin."""
+    trie = TokenTrie(vocab, max_depth=depth, **settings)
+    inserted = [[int(vocab * rng.random() ** 2) for _ in range(rng.randint(0, 25))] for _ in range(rng.randint(0, 5))]
+    for text in inserted:
+        trie.insert(text)
+    prompt = [rng.randrange(vocab) for _ in range(rng.randint(0, 12))]
+    session, said = trie.open(prompt), []
+    for _ in range(rng.randint(0, 6)):
+        tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 3))]
+        session.observe(tokens, session.draft(rng.randint(0, 6)))
+        said += tokens
+    return trie, session, inserted, prompt, said
+
+
+def test_best_first_is_the_best_of_all_trees():
+    """Against exhaustive search, with probabilities by brute force from counted n-grams."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        vocab, depth, budget = rng.choice([(3, 3, 4), (2, 4, 5), (40, 2, 3), (3, 2, 1)])
+        trie, session, inserted, prompt, said = random_trie(rng, vocab, depth)
+        outputs = sum((ngrams(t, depth, range(len(t))) for t in [*inserted, said]), Counter())
+        own = ngrams(prompt + said, depth, range(len(prompt + said)))
+        assert counted(trie.outputs.root) == outputs and counted(session.own.root) == own
+        p, children, level = {(): 1.0}, {}, [()]
+        for _ in range(budget):
+            for path in level:
+                levels = levels_of([*prompt, *said, *path], outputs, own, depth)
+                shares = next_probabilities(levels, trie.blend.weights, p[path], session.ENOUGH / budget)
+                children[path] = [(*path, token) for token in shares]
+                p |= {(*path, token): share for token, share in shares.items()}
+            level = [child for path in level for child in children[path]]
+        children |= {path: [] for path in level}
+        tree = session.draft(budget)
+        taken = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
+        assert len(tree) <= budget and len(set(taken)) == len(tree)
+        assert all(math.isclose(estimate, p[path]) for estimate, path in zip(session._estimates, taken))
+        assert math.isclose(sum(p[path] for path in taken), best_sum(children, p, budget), abs_tol=1e-12)
+        assert session._estimates == sorted(session._estimates, reverse=True)
+        again = session.draft(budget)
+        assert (again.tokens, again.parents, again.probs) == (tree.tokens, tree.parents, tree.probs)
+
+
+def test_every_token_trains_the_blend():
+    """Against the recursion written down from the shortest suffix up."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        trie, session, inserted, prompt, said = random_trie(rng, 4, 4)
+        outputs = sum((ngrams(t, 4, range(len(t))) for t in [*inserted, said]), Counter())
+        text = prompt + said
+        levels = levels_of(text, outputs, ngrams(text, 4, range(len(text))), 4)[::-1]
+        expected, p, token = list(trie.blend.weights), 1e-5, rng.randrange(4)
+        for followed, level in levels:
+            i = weight_index(followed, level)
+            weight, seen = expected[i], followed[token] / sum(followed.values())
+            p = weight * seen + (1 - weight) * p
+            rate = max(1 / (trie.blend.trained[i] + 1 + 10), 0.004)
+            expected[i] += rate * (weight * seen / p - weight)
+        session.observe([token])
+        assert trie.blend.weights == pytest.approx(expected, rel=1e-9)
+        assert all(0 <= weight <= 1 for weight in trie.blend.weights)
+
+
+def test_the_walk_through_in_the_commentary():
+    words = ["the", "dog", "sees", "cat", "a", "bird", "sleeps", "sings", "."]
+    trie = TokenTrie(len(words), max_depth=3)
+    for text in (
+        "the dog sees the cat",
+        "the dog sees a bird",
+        "a cat sees the bird",
+        "the cat sleeps",
+        "a dog sleeps",
+    ):
+        assert text in trie_module.__doc__
+        trie.insert([words.index(word) for word in text.split()])
+    session = trie.open([words.index(word) for word in ["a", "dog", "sings", ".", "a", "dog"]])
+    followed = [{words[token]: child.count for token, child in node.items()} for node in session.state]
+    assert followed == [{"sees": 2, "sleeps": 1}, {"sings": 1}, {"sleeps": 1}, {"sings": 1}]
+    shares = {words[t]: p for t, p in session._expand(session.state, 1.0, 0.0).items()}
+    third, rest = 1 / 3, 2 / 3
+    assert shares["sings"] == pytest.approx(third + third * rest**2)
+    assert shares["sleeps"] == pytest.approx(third * rest + third * rest**3 * third)
+    assert shares["sees"] == pytest.approx(third * rest**3 * rest)
+    after = session._expand(session._after(session.state, words.index("sings")), 1.0, 0.0)
+    assert list(after) == [words.index(".")]
+    tree = session.draft(3)
+    assert ([words[t] for t in tree.tokens], tree.parents) == (["sings", ".", "sleeps"], [-1, 0, -1])
+    deeper = session._estimates[1] * sum(
+        session._expand(session._after(session._after(session.state, 7), 8), 1.0, 0.0).values()
+    )
+    for number in (*shares.values(), 1 - sum(shares.values()), *after.values(), session._estimates[1], deeper):
+        assert f"{number:.3f}" in trie_module.__doc__, number
+    assert "0.42, 0.23 and 0.22" in trie_module.__doc__
+    assert [f"{p:.2f}" for p in tree.probs] == ["0.42", "0.23", "0.22"]
+
+
+def test_calibration_finds_the_true_rate_and_keeps_the_order():
+    """Nodes of estimate p are accepted with probability p * ratio; 20 seeds, three standard errors at each knot."""
+    for seed, ratio in itertools.product(range(5), (0.5, 0.8, 1.0, 1.2)):
+        rng, calibration = random.Random(seed), Calibration()
+        for _ in range(4000):
+            estimates = [rng.choice(calibration.KNOTS[1:-3]) for _ in range(10)]
+            calibration.learn(estimates, [i for i, p in enumerate(estimates) if rng.random() < p * ratio])
+        calibration.refresh()
+        for p, known in zip(calibration.KNOTS[1:-3], calibration.estimated):
+            assert abs(calibration(p) / p - ratio) < 3.5 / math.sqrt(known / 2) + 0.02
+        grid = [calibration(i / 999) for i in range(1000)]
+        assert grid == sorted(grid) and grid[0] == 0 and grid[-1] <= 1
+
+
+def test_probabilities_never_grow_along_a_path():
+    for seed in range(40):
+        _, session, *_ = random_trie(random.Random(seed), 6, 4)
+        tree = session.draft(20)
+        assert all(0 <= p <= 1 for p in tree.probs) and tree.probs == sorted(tree.probs, reverse=True)
+        assert all(parent < 0 or p <= tree.probs[parent] for p, parent in zip(tree.probs, tree.parents))
+
+
+def test_anything_may_happen_in_any_order(tmp_path):
+    """Random inserts, queries side by side, drafts, observations, forgetting, saving and loading, in every mode."""
+    for seed in range(24):
+        rng = random.Random(seed)
+        mode, vocab = MODES[seed % 4], rng.choice([4, 50])
+        trie = TokenTrie(vocab, max_nodes=rng.choice([64, 300, 10_000]), mode=mode)
+        sessions: list = []
+        for _ in range(120):
+            action = rng.choice(["insert", "open", "draft", "draft", "observe", "observe", "close", "load"])
+            text = [rng.randrange(vocab) for _ in range(rng.randint(0, 12))]
+            if action == "insert":
+                trie.insert(text)
+            elif action == "open" and len(sessions) < 3:
+                sessions.append((trie.open(text), text))
+            elif action == "close" and sessions:
+                sessions.pop(rng.randrange(len(sessions)))[0].close()
+            elif action == "load" and not sessions:
+                trie.save(tmp_path / "trie")
+                again = TokenTrie.load(tmp_path / "trie", vocab)
+                a, b = trie.open(text), again.open(text)
+                for _ in range(10):
+                    x, y = a.draft(9), b.draft(9)
+                    assert (x.tokens, x.parents, x.probs) == (y.tokens, y.parents, y.probs)
+                    tokens = [*x.tokens[: rng.randint(0, 1)], rng.randrange(vocab)]
+                    a.observe(tokens, x)
+                    b.observe(tokens, y)
+                a.close(), b.close()
+                assert counted(trie.outputs.root) == counted(again.outputs.root)
+                assert [p.name for p in tmp_path.iterdir()] == ["trie"]
+                trie = again
+            elif sessions:
+                session, text = rng.choice(sessions)
+                tree = session.draft(rng.randint(0, 20))
+                if action == "observe":
+                    tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, 4))]
+                    session.observe(tokens, tree)
+                    text += tokens
+                if mode == "best-first":  # the state that moved along is the one that looking up would give
+                    kept = list(session._current())
+                    session._look_up()
+                    assert all(x is y for x, y in zip(kept, session.state))
+                    known = counted(session.own.root).keys() | counted(trie.outputs.root).keys()
+                    assert all((token,) in known for token in tree.tokens)
+            assert trie.n_nodes == len(paths(trie.outputs.root)) <= trie.max_nodes
+        for session, _ in sessions:
+            session.close()
+
+
+def test_two_queries_do_not_see_each_others_prompts():
+    for mode in MODES:
+        trie = TokenTrie(10, mode=mode)
+        a, b = trie.open([1, 2, 3, 1, 2]), trie.open([4, 5, 4])
+        assert a.draft(4).tokens[0] == 3 and b.draft(4).tokens[0] == 5
+        b.observe([1, 2])
+        assert 3 not in b.draft(9).tokens  # that "3" follows "1 2" is a's secret
+        b.observe([7, 1, 2])
+        assert 7 in a.draft(9).tokens or mode == "single"  # outputs are shared
+        a.close()
+        assert 3 not in a.draft(9).tokens and trie.count([3]) == 0
+        assert counted(trie.outputs.root) == ngrams([1, 2, 7, 1, 2], trie.max_depth, range(5))
+        b.close()
+
+
+def test_what_a_query_said_is_remembered_and_helps():
+    """The same text a second time: nearly everything is guessed."""
+    rng = random.Random(1)
+    text = [rng.randrange(500) for _ in range(80)]
+    trie, steps = TokenTrie(500), []
+    for _ in range(2):
+        session, done, count = trie.open([500 - 1]), 1, 0
+        session.observe(text[:1])
+        while done < len(text):
+            tree = session.draft(8)
+            accepted = len(tree.walk(text[done:]))
+            session.observe(text[done : done + accepted + 1], tree)
+            done, count = done + accepted + 1, count + 1
+        session.close()
+        steps.append(count)
+    assert steps[0] == 79 and steps[1] < 20
+
+
+def test_trie_files_are_refused_in_one_line(tmp_path):
+    trie = TokenTrie(50)
+    trie.insert([1, 2, 3, 2, 3, 49])
+    good = tmp_path / "good"
+    trie.save(good)
+    assert TokenTrie.load(good).count([2, 3]) == 2 and TokenTrie.load(good, 50).vocab_size == 50
+    data = good.read_bytes()
+    (tmp_path / "short").write_bytes(data[:-9])
+    (tmp_path / "text").write_text("no trie at all")
+    save_file({"a": torch.zeros(2)}, tmp_path / "foreign")
+    (tmp_path / "later").write_bytes(data.replace(b'"version":"1"', b'"version":"9"'))
+    (tmp_path / "mode").write_bytes(data.replace(b"best-first", b"best-worst"))
+    loose = TokenTrie()
+    loose.insert([7, 60])
+    loose.save(tmp_path / "loose")
+    for name, message in {
+        "short": "not a whole trie file",
+        "text": "not a whole trie file",
+        "foreign": "something else than a trie",
+        "later": "version 9",
+        "mode": "damaged",
+        "good": "vocabulary of 50 tokens, the model has 40",
+        "loose": "vocabulary of 61 tokens, the model has 40",
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            TokenTrie.load(tmp_path / name, 40)
+        assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no trie file"):
+        TokenTrie.load(tmp_path / "nothing")
+    assert TokenTrie.load(tmp_path / "loose", 100).vocab_size == 100
+
+
+def test_trie_refuses():
+    for settings in (
+        {"mode": "best"},
+        {"max_depth": 1},
+        {"max_depth": 4.5},
+        {"max_nodes": 10},
+        {"max_nodes": math.inf},
+    ):
+        with pytest.raises(ValueError):
+            TokenTrie(5, **settings)
+    trie = TokenTrie(5)
+    for tokens in ([1, 2, 5], [1, -1]):
+        with pytest.raises(ValueError, match="outside the trie's vocabulary"):
+            trie.insert(tokens)
+    assert trie.n_nodes == 0 and trie.count([1]) == 0  # nothing half-inserted
+
+
+# --- drafters.py: the paper's modes ---------------------------------------------------------------------------------
+
+
+def test_counts_are_kept_apart_by_where_they_begin():
     for seed in range(40):
         rng = random.Random(seed)
         depth = rng.randint(2, 6)
-        trie = TokenTrie(5, max_depth=depth, max_match=rng.randint(1, depth - 1))
+        trie = TokenTrie(5, max_depth=depth, mode="single")
         outputs = Counter()
         for _ in range(rng.randint(0, 4)):
             text = [rng.randrange(5) for _ in range(rng.randint(0, 15))]
@@ -814,19 +1222,19 @@ def test_trie_counts_equal_brute_force():
             session.observe(tokens)
             said += tokens
             # n-grams that begin in the prompt are the query's own, those that begin in the output everybody's
-            assert trie_counts(session.prompt_root) == ngrams(prompt + said, depth, range(len(prompt)))
+            assert counted(session.own.root, closed=False) == ngrams(prompt + said, depth, range(len(prompt)))
             total = outputs + ngrams(said, depth, range(len(said)))
-            assert trie_counts(trie.root) == total and trie.n_nodes == len(total)
+            assert counted(trie.outputs.root) == total and trie.n_nodes == len(total)
             assert all(trie.count(path) == count for path, count in total.items())
         session.close()
-        assert trie_counts(trie.root) == total and trie.count(prompt[:depth]) == total[tuple(prompt[:depth])]
+        assert counted(trie.outputs.root) == total and trie.count(prompt[:depth]) == total[tuple(prompt[:depth])]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_drafts_are_continuations_that_were_seen(mode):
     for seed in range(60):
         rng = random.Random(seed)
-        trie = TokenTrie(4, max_depth=6, max_match=3, mode=mode)
+        trie = TokenTrie(4, max_depth=6, mode=mode)
         seen = set()
         for _ in range(3):
             text = [rng.randrange(4) for _ in range(20)]
@@ -879,7 +1287,7 @@ def brute_force_hierarchical(counts: Counter, text: list[int], budget: int, max_
 def test_hierarchical_takes_the_most_frequent_nodes_longest_suffix_first():
     for seed in range(40):
         rng = random.Random(seed)
-        trie, counts = TokenTrie(4, max_depth=5, max_match=2), Counter()
+        trie, counts = TokenTrie(4, max_depth=5, mode="hierarchical"), Counter()
         for _ in range(3):
             text = [rng.choice([0, 0, 1, 1, 2, 3]) for _ in range(25)]
             trie.insert(text)
@@ -891,12 +1299,12 @@ def test_hierarchical_takes_the_most_frequent_nodes_longest_suffix_first():
         for budget in (1, 3, 8, 30):
             tree = session.draft(budget)
             paths = {tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))}
-            assert paths == brute_force_hierarchical(counts, said, budget, 2)
+            assert paths == brute_force_hierarchical(counts, said, budget, 3)
 
 
 def test_the_other_modes_by_hand():
     def draft(mode: str, budget: int) -> tuple:
-        trie = TokenTrie(9, max_depth=4, max_match=2, mode=mode)
+        trie = TokenTrie(9, max_depth=4, mode=mode)
         for text in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5], [1, 2, 6, 7], [2, 8]):
             trie.insert(text)
         session = trie.open([1])
@@ -912,30 +1320,6 @@ def test_the_other_modes_by_hand():
     assert draft("hierarchical", 9)[0][:4] == [3, 5, 6, 4]
     for mode in MODES:
         assert draft(mode, 0) == ([], [])
-
-
-def test_two_queries_do_not_see_each_others_prompts():
-    trie = TokenTrie(10)
-    a, b = trie.open([1, 2, 3, 1, 2]), trie.open([4, 5, 4])
-    assert a.draft(4).tokens == [3, 1, 2] and b.draft(4).tokens == [5, 4]
-    b.observe([1, 2])
-    assert 3 not in b.draft(9).tokens  # that "3" follows "1 2" is a's secret
-    b.observe([7, 1, 2])
-    assert 7 in a.draft(9).tokens  # outputs are shared
-    a.close()
-    assert a.draft(9).tokens.count(3) == 0 and trie.count([1, 2, 3]) == 0
-    b.close()
-
-
-def test_trie_refuses():
-    for settings in ({"mode": "best"}, {"max_depth": 3, "max_match": 3}, {"max_match": 0}):
-        with pytest.raises(ValueError):
-            TokenTrie(5, **settings)
-    trie = TokenTrie(5)
-    for tokens in ([1, 2, 5], [1, -1]):
-        with pytest.raises(ValueError, match="outside the trie's vocabulary"):
-            trie.insert(tokens)
-    assert trie.n_nodes == 0 and trie.count([1]) == 0  # nothing half-inserted
 
 
 # --- lookahead.py: identical ----------------------------------------------------------------------------------------
@@ -1139,7 +1523,7 @@ def test_joint_distribution_of_three_tokens_equals_enumeration(drafting):
             p *= float(model([*prompt, *text[:i]])[-1].softmax(-1)[text[i]])
         exact[text] = p
     assert abs(sum(exact.values()) - 1) < 1e-12
-    trie = TokenTrie(3, max_depth=4, max_match=1) if drafting else None
+    trie = TokenTrie(3, max_depth=4) if drafting else None
     counts, accepted = Counter(), 0
     for seed in range(n):
         result = generate(model, prompt, picker=Sampler(seed=seed), max_new_tokens=3, drafter=trie, budget=4)

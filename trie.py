@@ -48,6 +48,7 @@ accepted is counted, and a curve corrects the estimates (Calibration): they star
 tree carries 0.42, 0.23 and 0.22.
 """
 
+import itertools
 import json
 import math
 import os
@@ -129,7 +130,7 @@ class Calibration:
     """
 
     KNOTS = (0.0, *(2 ** (-i / 2) for i in range(20, -1, -1)))  # 0, 1/1024 ... 1/2, 0.71, 1
-    MIDDLES = tuple(math.sqrt(a * b) for a, b in zip(KNOTS[1:], KNOTS[2:]))
+    MIDDLES = tuple(math.sqrt(a * b) for a, b in itertools.pairwise(KNOTS[1:]))
     FIRST, FIRST_WEIGHT = 0.87, 10.0  # the ratio we start with, and how many accepted nodes it counts for
     MEMORY = 80.0  # estimates kept per knot: beyond it both sums are halved, so that the latest texts count most
 
@@ -274,7 +275,7 @@ class TokenTrie:
                 if len(new) != len(old):
                     raise ValueError(f"{part}.{name} has {len(new)} entries instead of {len(old)}")
                 setattr(getattr(trie, part), name, new)
-            highest = int(arrays["tokens"].max(initial=-1))
+            highest = int(arrays["tokens"].max(initial=0))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged trie file ({error})") from None
         made_for = trie.vocab_size or highest + 1

@@ -1,0 +1,76 @@
+"""Pictures. Anything may be drawn here; nothing depends on it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files, no windows
+from matplotlib import pyplot as plt
+
+COLOURS = {"best-first": "#0b6e4f", "hierarchical": "#c8553d", "parallel": "#5b7db1", "single": "#9a8c98"}
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def draw_replay(rows: Sequence[Any], edges: Sequence[float], out: Path, title: str) -> list[Path]:
+    """What `bench.py replay` measured (its Rows): tokens per step by budget, accepted lengths, and how honest the
+    estimated probabilities are (if a mode has any). Returns the files written.
+    """
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    pictures = []
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for mode in modes:
+        mine = sorted((row for row in rows if row.mode == mode), key=lambda row: row.nodes_per_step)
+        x, y = [row.nodes_per_step for row in mine], [row.tokens_per_step for row in mine]
+        axes.plot(x, y, "o-", color=COLOURS[mode], label=mode)
+        axes.annotate(f"{y[-1]:.2f}", (x[-1], y[-1]), textcoords="offset points", xytext=(6, -3), color=COLOURS[mode])
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate("plain decoding", (axes.get_xlim()[1], 1.0), textcoords="offset points", xytext=(-80, 4), fontsize=8)
+    axes.set_xlabel("nodes drafted per step (mean)")
+    axes.set_ylabel("tokens per step")
+    axes.set_title(f"Tokens per step against budget\n({title})", fontsize=10)
+    axes.margins(x=0.1)
+    axes.legend()
+    pictures.append(_save(figure, out / "replay_tokens_per_step.png"))
+
+    budget = max(row.budget for row in rows)
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    shown = [row for row in rows if row.budget == budget]
+    for i, row in enumerate(shown):
+        total = sum(row.lengths)
+        width = 0.8 / len(shown)
+        at = [n + (i - (len(shown) - 1) / 2) * width for n in range(len(row.lengths))]
+        axes.bar(at, [n / total for n in row.lengths], width, color=COLOURS[row.mode], label=row.mode)
+    axes.set_xlim(-0.6, 10.6)
+    axes.set_xlabel("drafted tokens accepted in a step")
+    axes.set_ylabel("share of steps")
+    axes.set_title(f"Accepted lengths at a budget of {budget}\n({title})", fontsize=10)
+    axes.legend()
+    pictures.append(_save(figure, out / "replay_accepted_lengths.png"))
+
+    honest = [row for row in rows if sum(n for n, _, _ in row.bins)]
+    if honest:
+        figure, axes = plt.subplots(figsize=(5.5, 5))
+        axes.plot([0.003, 1], [0.003, 1], color="black", linewidth=0.8, label="estimated = accepted")
+        axes.fill_between([0.003, 1], [0.003 / 1.25, 1 / 1.25], [0.003 * 1.25, 1.25], color="black", alpha=0.08, lw=0)
+        for row, marker in zip(honest, "osD^v*" * len(honest)):
+            points = [(p / n, accepted / n) for n, p, accepted in row.bins if n >= 200]
+            axes.plot(*zip(*points), marker, color=COLOURS[row.mode], alpha=0.7, label=f"budget {row.budget}")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(0.003, 1.1)
+        axes.set_ylim(0.003, 1.1)
+        axes.set_xlabel("estimated probability (mean of a bin)")
+        axes.set_ylabel("share accepted")
+        axes.set_title(f"Are the estimates honest? Grey: within a factor 1.25\n({title})", fontsize=10)
+        axes.legend()
+        pictures.append(_save(figure, out / "replay_reliability.png"))
+    return pictures
