@@ -130,15 +130,14 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    print(
-        "mode          budget  nodes/step  tokens/step  retrieve us  insert us    nodes  bytes/node  estimated/accepted"
-    )
+    heads = ("mode", "budget", "nodes/step", "tokens/step", "retrieve us", "insert us", " nodes", "bytes/node")
+    heads += ("estimated/accepted",)
+    print(f"{heads[0]:13}" + "  ".join(heads[1:]))
     for row in rows:
-        honest = "" if math.isnan(row.estimated) else f"{row.estimated:19.3f}"
-        print(
-            f"{row.mode:12}  {row.budget:6}  {row.nodes_per_step:10.1f}  {row.tokens_per_step:11.3f}  "
-            f"{row.retrieve_us:11.0f}  {row.insert_us:9.1f}  {row.nodes:7}  {row.bytes / max(row.nodes, 1):10.0f} {honest}"
-        )
+        honest = "" if math.isnan(row.estimated) else f"{row.estimated:.3f}"
+        cells = (f"{row.budget}", f"{row.nodes_per_step:.1f}", f"{row.tokens_per_step:.3f}", f"{row.retrieve_us:.0f}",
+                 f"{row.insert_us:.1f}", f"{row.nodes}", f"{row.bytes / max(row.nodes, 1):.0f}", honest)  # fmt: skip
+        print(f"{row.mode:13}" + "  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads[1:])))
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -151,7 +150,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def run_replay(args: argparse.Namespace) -> int:
     pairs = read_pairs(args.responses)
-    warm = min(660, len(pairs) // 2) if args.warm is None else args.warm
+    warm = min(660, (len(pairs) + 1) // 2) if args.warm is None else args.warm
     count = min(200, len(pairs) - warm) if args.replay is None else args.replay
     if warm < 0 or count < 1 or warm + count > len(pairs):
         raise ValueError(
@@ -167,10 +166,10 @@ def run_replay(args: argparse.Namespace) -> int:
             if not args.json:
                 print(f"{mode}, budget {budget}: {rows[-1].tokens_per_step:.3f} tokens per step", file=sys.stderr)
     if args.json:
-        keys = (
-            "mode budget nodes_per_step tokens_per_step retrieve_us insert_us observe_us nodes bytes estimated".split()
+        hidden = ("lengths", "bins")
+        print(
+            json.dumps({"rows": [{k: v for k, v in asdict(row).items() if k not in hidden and v == v} for row in rows]})
         )
-        print(json.dumps({"rows": [{k: v for k, v in asdict(row).items() if k in keys and v == v} for row in rows]}))
         return 0
     print(f"\nReplay of {count} responses of {Path(args.responses).name} after {warm} to warm the trie:\n")
     print_table(rows)

@@ -256,7 +256,7 @@ def interactive(
         line = sys.stdin.readline().strip()
         if not line:
             return 0
-        prompt = f"Question: {line}\nAnswer:" if asks and not line.startswith("Question:") else line
+        prompt = f"Question: {line.removeprefix('Question:').strip()}\nAnswer:" if asks else line
         try:
             steps = decode(model, tokenizer.encode(prompt), drafter=trie, budget=args.budget, **settings)
         except ValueError as error:  # too long, say: the next one may fit

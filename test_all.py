@@ -25,6 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import bench
 import cli
 import lookahead
 import trie as trie_module
@@ -1741,6 +1742,11 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "record 3": ["--prompt", "a", "--warmup", str(tmp_path / "deep.jsonl")],
         "read once": ["--prompt", "-", "--warmup", "-"],
         "drafts nothing": ["--prompt", "a", "--no-lookahead", "--warmup", "x"],
+        "leave out --trace": ["--prompt", "a", "--json", "--trace"],
+        "leave out --prompt": ["--prompt", "a", "--interactive"],
+        "no trie file": ["--prompt", "a", "--load-trie", str(tmp_path / "none")],
+        "not a whole trie": ["--prompt", "a", "--load-trie", str(tmp_path / "latin1")],
+        "no such folder": ["--prompt", "a", "--save-trie", str(tmp_path / "none" / "trie")],
         "meta": ["--prompt", "a", "--device", "meta"],
         "which folder": ["--prompt", "a", "--model", "~no-such-user/x"],
         "--device": ["--prompt", "a", "--device", "toaster"],
@@ -1756,6 +1762,49 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         lines = [line for line in err.splitlines() if not line.startswith("note: ")]
         assert code == 2 and out == "", argv
         assert len(lines) == 1 and message in lines[0] and lines[0].startswith("lookahead: "), (argv, err)
+
+
+def test_a_trie_is_saved_and_loaded(capsys, tmp_path):
+    """The second process knows what the first one said: fewer steps, the same text."""
+    file, argv = tmp_path / "trie", ["--model", "nano", "--prompt", BAKER, "--max-new-tokens", "60", "--json"]
+    reports = []
+    for more in (["--save-trie", str(file)], ["--load-trie", str(file)]):
+        assert cli.main(argv + more) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0]["tokens"] == reports[1]["tokens"] and reports[1]["steps"] < reports[0]["steps"]
+    assert [p.name for p in tmp_path.iterdir()] == ["trie"]
+    assert TokenTrie.load(file).count(reports[0]["tokens"][-5:]) >= 1
+
+
+def test_a_conversation_speeds_up(tmp_path):
+    """--interactive in a process of its own: the same question twice, then one that is too long, then the end."""
+    file, question = tmp_path / "trie", "How many eggs are in 5 boxes of 12?"
+    lines = f"{question}\n{question}\n{'word ' * 600}\nQuestion: {question}\n\nnever read\n"
+    done = run_cli("--interactive", "--max-new-tokens", "50", "--save-trie", str(file), stdin=lines)
+    assert done.returncode == 0 and "the model's context holds 512" in done.stderr and "Traceback" not in done.stderr
+    answers = done.stdout.rstrip("\n").split("\n\n")
+    sums = [answer.splitlines()[-1] for answer in answers]
+    texts = [answer.rsplit("\n", 1)[0] for answer in answers]
+    assert len(answers) == 3 and len(set(texts)) == 1  # losslessness: all three answers are the same
+    assert all(" per step" in line and "nodes in the trie]" in line for line in sums)
+    speeds = [float(line.split(" per step")[0].split()[-1]) for line in sums]
+    assert speeds[1] > speeds[0]
+    assert TokenTrie.load(file).n_nodes > 0
+
+
+def test_trace_shows_every_tree(capsys):
+    argv = ["--model", "nano", "--prompt", BAKER, "--max-new-tokens", "30"]
+    assert cli.main([*argv, "--trace"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tokenizer = Tokenizer(4096)
+    result = generate(bundled("nano"), tokenizer.encode(BAKER), drafter=TokenTrie(4096), max_new_tokens=30,
+                      stop_ids=(tokenizer.eot,))  # fmt: skip
+    heads = [line for line in lines if " nodes accepted, emitted " in line]
+    assert len(heads) == len(result.steps) + 1 and heads[0].startswith("prefill: 0 of 0")
+    assert sum(line.endswith(" *") for line in lines) == sum(len(step.accepted) for step in result.steps)
+    assert sum("-- '" in line or '-- "' in line for line in lines) == sum(len(step.draft) for step in result.steps)
+    drawn = result.steps[0].draft.render(tokenizer.decode, result.steps[0].accepted).splitlines()
+    assert lines[lines.index(heads[1]) + 1 :][: len(drawn)] == drawn
 
 
 def test_a_proven_near_tie_and_a_real_difference(capsys, monkeypatch):
@@ -1811,6 +1860,86 @@ def test_colours_only_on_a_terminal():
         os.close(main)
         assert process.wait() == 0
         assert (b"\033[32m" in output) == (no_color == "")
+
+
+# --- bench.py -------------------------------------------------------------------------------------------------------
+
+
+def made_up_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Questions and answers that repeat each other a little."""
+    rng, pairs = random.Random(seed), []
+    for question in problems(count, seed):
+        a, b = rng.randint(2, 40), rng.randint(2, 9)
+        pairs.append((question, f" First we take {a} * {b} = <<{a}*{b}={a * b}>>{a * b}.\nSo the answer is {a * b}."))
+    return pairs
+
+
+def test_replay_counts_what_a_decoder_would(tmp_path, capsys):
+    """A replay's tokens per step are those of the real loop on a model that says exactly the responses."""
+    pairs = made_up_pairs(12, seed=3)
+    file = tmp_path / "responses.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs))
+
+    class Parrot:
+        """A model whose most probable token is the next one of the response."""
+
+        vocab_size, n_ctx, device, dtype = 50257, 10**6, torch.device("cpu"), torch.float32
+
+        def __init__(self, text):
+            self.text = text
+
+        def new_cache(self, capacity=None):
+            return KVCache(GPTConfig(1, 1, 1, 5, 5), capacity)
+
+        def __call__(self, tokens, positions=None, mask=None, cache=None, rows=None):
+            positions = range(cache.length, cache.length + len(tokens)) if positions is None else positions
+            cache.advance(len(tokens))
+            next_tokens = [self.text[min(p + 1, len(self.text) - 1)] for p in positions]
+            logits = torch.zeros(len(tokens), 50257)
+            logits[range(len(tokens)), next_tokens] = 1.0
+            return logits if rows is None else logits[rows]
+
+    known = bench.read_pairs(str(file))
+    for mode in MODES:
+        row = bench.replay(known, 6, 6, 9, mode)
+        trie, steps, tokens = TokenTrie(mode=mode), 0, 0
+        for _, response in known[:6]:
+            trie.insert(response)
+        drafted, lengths = 0, Counter()
+        for prompt, response in known[6:]:
+            result = generate(Parrot(prompt + response), prompt, drafter=trie, budget=9, stop_ids=[50256])
+            assert result.tokens == response
+            steps, tokens = steps + len(result.steps), tokens + len(result.tokens) - 1
+            drafted += sum(len(step.draft) for step in result.steps)
+            lengths.update(len(step.tokens) - 1 for step in result.steps)
+        assert row.tokens_per_step == tokens / steps and row.nodes == trie.n_nodes and row.bytes == trie.nbytes
+        assert row.nodes_per_step == drafted / steps and dict(enumerate(row.lengths)) | lengths == lengths
+
+    argv = ["replay", "--responses", str(file), "--warm", "6", "--replay", "6", "--budget", "4", "9"]
+    assert bench.main([*argv, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["mode"], row["budget"]) for row in rows] == [(mode, b) for mode in MODES for b in (4, 9)]
+    wanted = {"mode", "budget", "nodes_per_step", "tokens_per_step", "retrieve_us", "insert_us", "nodes", "bytes"}
+    assert all(wanted <= set(row) for row in rows) and rows[1]["tokens_per_step"] > 1
+    assert bench.main([*argv, "--out", str(tmp_path / "out"), "--mode", "best-first"]) == 0
+    out = capsys.readouterr().out
+    assert "tokens/step" in out and "best-first" in out
+    written = {p.name for p in (tmp_path / "out").iterdir()}
+    assert written >= {"replay.csv", "replay_tokens_per_step.png", "replay_accepted_lengths.png"}
+
+
+def test_bench_bad_input_is_one_line_and_code_2(tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "two.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 2)
+    for argv, message in (
+        (["--responses", str(tmp_path / "none")], "cannot read"),
+        (["--responses", str(tmp_path / "bad.jsonl")], "line 1"),
+        (["--responses", str(tmp_path / "two.jsonl"), "--warm", "5"], "do not fit"),
+        (["--responses", str(tmp_path / "two.jsonl"), "--budget", "0"], "1 or more"),
+    ):
+        assert bench.main(["replay", *argv]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1 and message in err and err.startswith("bench: ")
 
 
 # --- the repository -------------------------------------------------------------------------------------------------
