@@ -74,7 +74,11 @@ class Counts:
     # beginnings still know most of it), and among those the ones that are oldest; and what is no longer said fades.
     # A node is worth no more than its parent or its own shorter past, so forgetting keeps the rules above.
     DOUBLING, LENGTH = 300_000, 100_000
-    KEPT = 0.75  # the share of the nodes that stays
+    KEPT = 0.65  # the share of the nodes that stays
+
+    # Most long paths are seen once and never again. When the trie is more than half full, a path of more than FREE
+    # tokens is admitted only if its beginning was seen before: the same memory then holds more that comes back.
+    FREE = 2
 
     def __init__(self, max_depth: int, max_nodes: int) -> None:
         self.root = Node()
@@ -98,7 +102,7 @@ class Counts:
             level = [child for node in level for child in node.values()]
 
     def forget(self) -> None:
-        """Drop the quarter of the nodes that is worth least (a microsecond a node, so about four per node dropped)."""
+        """Drop the third of the nodes that is worth least (a microsecond a node, so about three per node dropped)."""
         rows = []
         level = [self.root]
         for depth in range(1, self.max_depth + 1):
@@ -109,7 +113,7 @@ class Counts:
             count = np.array([node.count for node in level], dtype=float)
             rows.append((parents, tokens, seen + self.DOUBLING * np.log2(count) - self.LENGTH * depth))
         worth = np.concatenate([row[2] for row in rows])
-        bar = np.partition(worth, quarter := int(len(worth) * (1 - self.KEPT)))[quarter]
+        bar = np.partition(worth, third := int(len(worth) * (1 - self.KEPT)))[third]
         wide = {}
         for parents, tokens, worth in rows:
             for i in np.flatnonzero(worth <= bar).tolist():
@@ -190,8 +194,7 @@ class Writer:
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self.open: list[tuple[Node, int]] = []  # paths and when they began; shortest first, each a token longer
-        self.longest = 0  # tokens in the last of them
+        self.open: list[tuple[Node, int, int]] = []  # (node, its depth, when its path began), shortest path first
         self.forgotten = counts.forgotten
 
     def write(self, token: int, begin: bool = True) -> None:
@@ -200,12 +203,15 @@ class Writer:
         if counts.n_nodes + counts.max_depth > counts.max_nodes:
             counts.forget()
         if self.forgotten != counts.forgotten:  # open paths may be gone: start afresh
-            self.open, self.longest, self.forgotten = [], 0, counts.forgotten
+            self.open, self.forgotten = [], counts.forgotten
         counts.clock = clock = counts.clock + 1
+        free = counts.FREE if 2 * counts.n_nodes > counts.max_nodes else counts.max_depth
         grown = []
-        for node, start in ((counts.root, clock), *self.open) if begin else self.open:
+        for node, depth, start in ((counts.root, 0, clock), *self.open) if begin else self.open:
             child = node.get(token)
             if child is None:
+                if depth >= free and node.count < 2:
+                    continue  # not admitted: the path ends here
                 child = node[token] = Node()
                 counts.n_nodes += 1
             child.count = count = child.count + 1
@@ -216,10 +222,6 @@ class Writer:
                 node.promote(token, count)
             elif len(node) > WIDE:
                 node.rank()
-            grown.append((child, start))
-        self.longest += 1
-        if self.longest == counts.max_depth:
-            self.longest -= 1
-            if grown:
-                grown.pop()
+            if depth + 1 < counts.max_depth:
+                grown.append((child, depth + 1, start))
         self.open = grown
