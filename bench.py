@@ -1,11 +1,11 @@
-"""Measured comparisons: each number next to its slow twin's, from one run.
+"""Measurements, each with what it is to be compared with, from one run.
 
-    python bench.py replay --responses FILE [--warm 660] [--replay 200] [--budget 10 38 64] [--mode ...] [--json]
+    python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...] [--json]
 
 `replay` needs no model. It takes responses that some model gave, {"prompt", "response"} a line, and pretends to be that
-model: the first --warm responses go into a fresh trie, the next --replay are "generated" again, with the draft's walk
-along the known response in place of verification. So it measures drafting alone: tokens per step, and what it costs.
-Every figure of it is therefore a replay, not a generation.
+model: the first N responses go into a fresh trie, the next M are "generated" again, with the draft's walk along the
+known response in place of verification. So it measures drafting alone: tokens per step, and what it costs, for each
+mode and budget. Every figure of it is a replay, not a generation.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,9 +27,14 @@ BINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of estimate
 
 @dataclass
 class Row:
-    """One mode and budget over one replay. Times are means, in microseconds: a retrieval per step; an insertion per
-    token, over all tokens that were inserted (warm responses, prompts, and replayed tokens with all that is learned
-    from them); `observe_us` over the replayed tokens alone."""
+    """One mode and budget over one replay.
+
+    retrieve_us    mean microseconds to make a draft
+    insert_us      mean microseconds per inserted token: warm responses, prompts (opening a session included), replayed
+                   tokens with all that is learned from them
+    observe_us     the same, over the replayed tokens alone
+    nodes, bytes   of the shared trie, at the end
+    """
 
     mode: str
     budget: int
@@ -39,7 +45,7 @@ class Row:
     observe_us: float
     nodes: int
     bytes: int
-    estimated: float = math.nan  # sum of the probabilities that the trees carried, over the number of accepted nodes
+    estimated: float = math.nan  # the probabilities that all trees carried, summed, over the number of accepted nodes
     lengths: list[int] = field(default_factory=list)  # lengths[n]: steps in which n drafted tokens were accepted
     bins: list[tuple[int, float, int]] = field(default_factory=list)  # per bin: nodes, sum of estimates, accepted
 
@@ -48,7 +54,10 @@ Pair = tuple[list[int], list[int]]  # prompt ids, response ids
 
 
 def read_pairs(path: str, vocab_size: int = 50257) -> list[Pair]:
-    """Prompts and responses as token ids, end-of-text after each response."""
+    """Prompts and responses as token ids, end-of-text after each response.
+
+    Raises FileNotFoundError for a file that cannot be read, ValueError for one that holds something else.
+    """
     tokenizer = Tokenizer(vocab_size)
     pairs = []
     try:
@@ -96,7 +105,8 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
             began = clock()
             tree = session.draft(budget)
             retrieved = clock()
-            accepted = tree.walk(response[done:])[: len(response) - done - 1]  # a step emits one more than it accepts
+            passed = tree.walk(response[done:])
+            accepted = passed[: len(response) - done - 1]  # the last token is emitted, not accepted, drafted or not
             tokens = response[done : done + len(accepted) + 1]
             walked = clock()
             session.observe(tokens, tree)
@@ -107,10 +117,10 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
             lengths += [0] * (len(accepted) + 1 - len(lengths))
             lengths[len(accepted)] += 1
             for node, p in enumerate(tree.probs or ()):
-                entry = bins[next(i for i, high in enumerate(BINS[1:]) if p <= high)]
+                entry = bins[bisect_left(BINS[1:-1], p)]
                 entry[0] += 1
                 entry[1] += p
-                entry[2] += node in accepted
+                entry[2] += node in passed
         session.close()
     total = sum(accepted for _, _, accepted in bins)
     return Row(
@@ -130,18 +140,18 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    heads = ("mode", "budget", "nodes/step", "tokens/step", "retrieve us", "insert us", " nodes", "bytes/node")
-    heads += ("estimated/accepted",)
+    heads = ("mode", "budget", "nodes/step", "tokens/step", "retrieve us", "insert us", " nodes", "bytes/node",
+             "estimated/accepted")  # fmt: skip
     print(f"{heads[0]:13}" + "  ".join(heads[1:]))
     for row in rows:
-        honest = "" if math.isnan(row.estimated) else f"{row.estimated:.3f}"
+        ratio = "" if math.isnan(row.estimated) else f"{row.estimated:.3f}"
         cells = (f"{row.budget}", f"{row.nodes_per_step:.1f}", f"{row.tokens_per_step:.3f}", f"{row.retrieve_us:.0f}",
-                 f"{row.insert_us:.1f}", f"{row.nodes}", f"{row.bytes / max(row.nodes, 1):.0f}", honest)  # fmt: skip
+                 f"{row.insert_us:.1f}", f"{row.nodes}", f"{row.bytes / max(row.nodes, 1):.0f}", ratio)  # fmt: skip
         print(f"{row.mode:13}" + "  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, heads[1:])))
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """The raw numbers beside the plots."""
+    """The raw numbers beside the plots; lists as Python writes them."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])))
         writer.writeheader()

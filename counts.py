@@ -1,7 +1,7 @@
-"""What followed what: a bounded memory of every n-gram seen, as a trie that counts.
+"""What followed what: a bounded memory of the n-grams seen, as a trie that counts.
 
-Every sequence is entered from each of its positions, to a maximal depth, and every node counts how often its path was
-seen. After "a b a b c", with max_depth 3:
+Every sequence is entered from each of its positions, up to max_depth tokens, and every node counts how often its path
+was seen. After "a b a b c", with max_depth 3:
 
     root -- a 2 -- b 2 -- a 1        read: "a" was seen twice, "a b" twice, "a b a" once ...
       |               \\-- c 1
@@ -9,12 +9,13 @@ seen. After "a b a b c", with max_depth 3:
       |       \\--- c 1
       \\---- c 1
 
-Three rules hold at every moment, and everything above relies on them:
+Three rules hold at every moment:
 
-    a parent is never rarer than a child                        "a b" cannot be seen more often than "a"
-    nor is a path rarer than the same path with a longer past   "b" is at least as frequent as "a b": if a long suffix
-                                                                of a text is in the trie, so are all shorter ones
-    there are never more than max_nodes nodes                   what is worth least is forgotten in time
+    a parent is never rarer than a child         "a b" cannot be seen more often than "a" (the root has no count)
+    nor is a path rarer than with a longer past  "b" is at least as frequent as "a b", so if a long suffix of a text is
+                                                 in the trie, all shorter ones are (if every token begins a path)
+    there are never more than max_nodes nodes    what is worth least is forgotten in time, by an order that keeps the
+                                                 first two rules
 """
 
 import itertools
@@ -32,7 +33,9 @@ class Node(dict):  # dict[int, Node]
     count  how often the path was seen
     total  the sum of the children's counts: how often something was seen to follow
     seen   when it was last seen, in tokens written; the time of its first token counts, so no child is younger
-    top    None, or with more than WIDE children the tokens of the WIDE most frequent, in order (equals: smaller id)
+    top    None, or with more than WIDE children the tokens of the WIDE most frequent, in order (ties: smaller id first)
+
+    Beware: a node without children is falsy, as an empty dictionary is. Empty it takes 96 bytes, with a child 256.
     """
 
     __slots__ = ("count", "seen", "top", "total")
@@ -69,10 +72,11 @@ class Counts:
     max_nodes  never exceeded
     """
 
-    # What a node is worth: the time it was last seen, in tokens written, plus so many tokens for each doubling of its
-    # count, less so many for each token of its path. So the rare go first, among them the long paths (whose
-    # beginnings still know most of it), and among those the ones that are oldest; and what is no longer said fades.
-    # A node is worth no more than its parent or its own shorter past, so forgetting keeps the rules above.
+    # What a node is worth:  seen + DOUBLING log2(count) - LENGTH depth,  all in tokens of age. To be seen twice as
+    # often is worth as much as to be 300,000 tokens younger, to be one token longer costs 100,000. So the rare go
+    # first, among them the long paths (their beginnings still know most of it), among those the oldest; and what nobody
+    # says any more fades. No node is worth more than its parent or its own shorter past: forgetting keeps the rules
+    # above. (Chosen on replays with a quarter of the memory that would be needed: bench.py replay --max-nodes.)
     DOUBLING, LENGTH = 300_000, 100_000
     KEPT = 0.65  # the share of the nodes that stays
 
@@ -84,8 +88,8 @@ class Counts:
         self.root = Node()
         self.max_depth, self.max_nodes = max_depth, max_nodes
         self.n_nodes = 0  # without the root
-        self.clock = 0  # tokens written
-        self.forgotten = 0  # how many times room was made; whoever holds nodes must look them up again then
+        self.clock = 0  # tokens written, and one tick for each time that something was forgotten: whoever holds nodes
+        self.forgotten = 0  # (a session, a writer) sees by either that they may be gone
 
     def find(self, path: Iterable[int]) -> Node:
         """The node at the end of `path`; EMPTY if it was never seen."""
@@ -103,7 +107,7 @@ class Counts:
 
     def forget(self) -> None:
         """Drop the third of the nodes that is worth least (a microsecond a node, so about three per node dropped)."""
-        rows = []
+        rows = []  # per depth: (parents, tokens, worth) of all nodes there
         level = [self.root]
         for depth in range(1, self.max_depth + 1):
             parents = [node for node in level for _ in node]
@@ -113,8 +117,9 @@ class Counts:
             count = np.array([node.count for node in level], dtype=float)
             rows.append((parents, tokens, seen + self.DOUBLING * np.log2(count) - self.LENGTH * depth))
         worth = np.concatenate([row[2] for row in rows])
-        bar = np.partition(worth, third := int(len(worth) * (1 - self.KEPT)))[third]
-        wide = {}
+        third = int(len(worth) * (1 - self.KEPT))
+        bar = np.partition(worth, third)[third]
+        wide = {}  # by id: a dictionary, which a node is, cannot be hashed
         for parents, tokens, worth in rows:
             for i in np.flatnonzero(worth <= bar).tolist():
                 node = parents[i]
@@ -129,7 +134,7 @@ class Counts:
 
     @property
     def nbytes(self) -> int:
-        """What the nodes occupy in memory, in bytes (without the integers, most of which Python shares)."""
+        """What the nodes occupy in memory, in bytes (without the integers in them)."""
         return sum(
             sys.getsizeof(node) + (sys.getsizeof(node.top) if node.top else 0)
             for level in self.levels()
@@ -158,7 +163,10 @@ class Counts:
         }
 
     def unpack(self, arrays: dict[str, np.ndarray], clock: int) -> None:
-        """Fill an empty trie from `pack`'s arrays. Raises ValueError if they are not a trie within these bounds."""
+        """Fill an empty trie from `pack`'s arrays and the `clock` at that time.
+
+        Raises ValueError if the arrays are not a trie within these bounds, KeyError if one is missing.
+        """
         children, *columns = (arrays[name].tolist() for name in ("children", "tokens", "counts", "ages"))
         n = len(columns[0])
         if len(children) != n + 1 or sum(children) != n or any(len(column) != n for column in columns):
@@ -186,10 +194,11 @@ class Counts:
 class Writer:
     """Enters a sequence into a trie token by token, from each of its positions at once.
 
-    A new token lengthens every open path by one and opens another, so nothing is ever looked up from the root again:
+    A new token lengthens every open path by one and opens another, so no path is ever walked from the root again. With
+    max_depth 3:
 
-        after "a b"   open: (b), (a b)
-        then "c"      counts (c), (b c), (a b c), which are the open ones now; the longest leaves at max_depth
+        after "a b"   open are (b), (a b)
+        then "c"      counts (c), (b c), (a b c); open are now (c), (b c), and (a b c) is full
     """
 
     def __init__(self, counts: Counts) -> None:

@@ -7,15 +7,16 @@ below a suffix of the text that is in the trie, the longest first:
     parallel       several branches that share nothing
     single         one branch: the most frequent continuation of the most frequent continuation ...
 
-A count of the running query's prompt weighs PROMPT_WEIGHT times: what a question says is likelier to come up in its
-answer than what others' answers said.
+A continuation seen in this query's prompt counts PROMPT_WEIGHT times: an answer repeats its own question more often
+than other answers.
 """
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 
 from counts import EMPTY, Node
-from trie import DraftTree, TrieSession
+from tree import DraftTree
+from trie import TrieSession
 
 MAX_MATCH = 3  # longest suffix that is looked up
 PROMPT_WEIGHT = 3
@@ -24,8 +25,8 @@ PROMPT_WEIGHT = 3
 class PaperSession(TrieSession):
     """One query in mode "hierarchical", "parallel" or "single".
 
-    Every run of tokens in prompt + output is counted exactly once, by where it begins: in the prompt, then it is the
-    query's own and goes into the private trie (also if it runs on into the output); in the output, then all may use it.
+    Every run of tokens in prompt + output is counted exactly once. Those that begin in the prompt go to the private
+    trie, even where they run on into the output; those that begin in the output go to the shared one.
     """
 
     def observe(
@@ -49,7 +50,7 @@ class PaperSession(TrieSession):
         recent = list(self._recent)[-MAX_MATCH:]
         for start in range(len(recent)):
             output, prompt = self.trie.outputs.find(recent[start:]), self.own.find(recent[start:])
-            if output or prompt:
+            if output or prompt:  # a node without children is falsy
                 yield output, prompt
 
     def _continuations(self, output: Node, prompt: Node, most: int) -> list[tuple]:
@@ -75,6 +76,8 @@ class PaperSession(TrieSession):
         """
         known: dict[tuple[int, int], int] = {}  # (parent, token) -> node, as a shorter suffix proposes some again
         for output, prompt in self._suffixes():
+            if len(tokens) >= budget:
+                break
             order = 0  # earlier entries first among equals; also keeps the heap from comparing nodes
             heap: list[tuple] = []
             node, below = -1, self._continuations(output, prompt, budget)  # the root's children are open first
@@ -102,11 +105,9 @@ class PaperSession(TrieSession):
                     self._chain(entry, budget, tokens, parents)
 
     def _single(self, budget: int, tokens: list[int], parents: list[int]) -> None:
+        """The most frequent chain below the longest suffix that was continued."""
         for output, prompt in self._suffixes():
-            for entry in self._continuations(output, prompt, 1):
-                if budget > 0:
-                    self._chain(entry, budget, tokens, parents)
-                return
+            return self._chain(self._continuations(output, prompt, 1)[0], budget, tokens, parents)
 
     def _chain(self, entry: tuple, budget: int, tokens: list[int], parents: list[int]) -> None:
         """Follow the most frequent continuation until the trie or the budget ends."""

@@ -42,7 +42,15 @@ MAX_BUDGET = 4096  # the cache gets a slot for each node, so a mistyped number m
 
 
 class Session(Protocol):
-    """One query's drafting. A class attribute `wants_picks = True` asks for the picks at all nodes."""
+    """One query's drafting.
+
+    draft    a tree of at most `budget` nodes, to follow all that was observed; `picker` is there for drafters that
+             foresee its noise. The tree may be cut before it is verified (`DraftTree.trim`)
+    observe  `tokens` were emitted, with `draft` as it was verified (empty after the prefill). `picks`: n + 1 ids, what
+             the picker chose behind the root and behind each node, for sessions with a class attribute `wants_picks =
+             True` (drafters that learn from rejected branches, as Jacobi iteration does), else None
+    close    the query is over, whatever ended it
+    """
 
     def draft(self, budget: int, picker: Picker | None = None) -> DraftTree: ...
     def observe(

@@ -1,4 +1,9 @@
-"""The draft tree: guessed tokens that share their beginnings. Drafters make it, the model verifies it in one pass."""
+"""The draft tree: guesses of the next few tokens, which share their beginnings.
+
+A drafter makes it (trie.py, drafters.py). The model is run once over all its nodes, and then we walk: from the root,
+the last token of the text, to the child that carries the token which the model itself chooses next, and so on until
+there is no such child. The nodes passed are the *accepted path* (lookahead.py tells the whole story).
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -13,8 +18,11 @@ class DraftTree:
     parents   n indices, parents[i] < i; -1 means a child of the root
     probs     n estimated probabilities of being on the accepted path, or None
 
-    children[i] maps a token to the child of node i that carries it; children[-1] is the root's, so that a walk from the
-    root down needs no special case. Siblings carry distinct tokens: a walk is never in doubt where to go.
+    depths    n numbers, 1 for a child of the root
+    children  a list of n + 1 dictionaries: children[i] maps a token to the child of node i that carries it. The last,
+              with index -1, is the root's, so that a walk from the root down needs no special case
+
+    Siblings carry distinct tokens, so a walk always knows where to go.
 
         tokens  = [on, down, the]       (root) -- on -- the
         parents = [-1, -1, 0]                \\--- down
@@ -57,14 +65,16 @@ class DraftTree:
         return nodes
 
     def mask(self) -> Tensor:
-        """(n + 1, n + 1) bool: row i + 1 is node i; it sees the root (column 0), its ancestors and itself.
+        """(n + 1, n + 1) bool on the CPU: row i + 1 is node i; it sees (True) the root, its ancestors and itself.
 
         root  x              e.g. for the tree above
         on    x x
         down  x   x
         the   x x   x
         """
-        rows = [bytearray(len(self.tokens) + 1)]
+        rows = [
+            bytearray(len(self.tokens) + 1)
+        ]  # plain bytes: a torch operation for each row would cost ten times this
         rows[0][0] = 1
         for node, parent in enumerate(self.parents):
             row = bytearray(rows[parent + 1])  # what the parent sees
@@ -73,7 +83,10 @@ class DraftTree:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(rows), -1)
 
     def trim(self, max_depth: int, max_nodes: int | None = None) -> "DraftTree":
-        """The tree without nodes deeper than `max_depth` or behind the first `max_nodes`; itself, if nothing goes."""
+        """Without the nodes deeper than `max_depth` or with an index from `max_nodes` on; itself, if nothing goes.
+
+        Parents lie higher and have smaller indices, so what is kept is a tree.
+        """
         limit = len(self) if max_nodes is None else max_nodes
         kept = [node for node, depth in enumerate(self.depths) if depth <= max_depth and node < limit]
         if len(kept) == len(self):
@@ -83,7 +96,7 @@ class DraftTree:
         return DraftTree([self.tokens[n] for n in kept], [new[self.parents[n]] for n in kept], probs)
 
     def render(self, decode: Callable[[list[int]], str], accepted: Iterable[int] = ()) -> str:
-        """The tree in ASCII, a line a node, with probabilities if known and `*` at the `accepted` nodes."""
+        """The tree in ASCII, one line per node, with probabilities if known and `*` at the `accepted` nodes."""
         marked = set(accepted)
         lines = ["(root)"]
 
