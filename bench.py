@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import math
+import os
 import sys
 import time
 from bisect import bisect_left
@@ -70,13 +71,13 @@ def read_pairs(path: str, vocab_size: int = 50257) -> list[Pair]:
         if line.strip():
             try:
                 record = json.loads(line)
-                pairs.append(
-                    (tokenizer.encode(record["prompt"]), [*tokenizer.encode(record["response"]), tokenizer.eot])
-                )
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise ValueError(
-                    f'{path}: line {number} is no JSON object with "prompt" and "response" texts'
-                ) from None
+                prompt, response = record["prompt"], record["response"]
+                if not isinstance(prompt, str) or not isinstance(response, str):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, RecursionError):
+                wanted = '"prompt" and "response" texts'
+                raise ValueError(f"{path}: line {number} is no JSON object with {wanted}") from None
+            pairs.append((tokenizer.encode(prompt), [*tokenizer.encode(response), tokenizer.eot]))
     return pairs
 
 
@@ -126,8 +127,8 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
     return Row(
         mode=mode,
         budget=budget,
-        nodes_per_step=drafted / max(steps, 1),
-        tokens_per_step=emitted / max(steps, 1),
+        nodes_per_step=drafted / steps if steps else math.nan,
+        tokens_per_step=emitted / steps if steps else math.nan,
         retrieve_us=1e6 * spent["retrieve"] / max(steps, 1),
         insert_us=1e6 * (spent["insert"] + spent["observe"]) / max(inserted + observed, 1),
         observe_us=1e6 * spent["observe"] / max(observed, 1),
@@ -160,7 +161,9 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def run_replay(args: argparse.Namespace) -> int:
     pairs = read_pairs(args.responses)
-    warm = min(660, (len(pairs) + 1) // 2) if args.warm is None else args.warm
+    if not pairs:
+        raise ValueError(f"{args.responses} holds no responses")
+    warm = min(660, len(pairs) // 2) if args.warm is None else args.warm
     count = min(200, len(pairs) - warm) if args.replay is None else args.replay
     if warm < 0 or count < 1 or warm + count > len(pairs):
         raise ValueError(
@@ -168,7 +171,9 @@ def run_replay(args: argparse.Namespace) -> int:
         )
     if any(budget < 1 for budget in args.budget):
         raise ValueError("--budget must be 1 or more")
-    settings = {"max_nodes": args.max_nodes} if args.max_nodes else {}
+    settings = {} if args.max_nodes is None else {"max_nodes": args.max_nodes}
+    for mode in args.mode:
+        TokenTrie(mode=mode, **settings)  # refuses impossible bounds before anything is measured
     rows = []
     for mode in args.mode:
         for budget in args.budget:
@@ -213,6 +218,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return run_replay(args)
+    except BrokenPipeError:  # `| head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

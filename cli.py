@@ -162,12 +162,13 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = Tokenizer.for_model(model)
     trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
+    started = trie.outputs.clock if trie is not None else 0
     try:
         if args.interactive:
             return interactive(args, model, tokenizer, trie, settings)
         return once(args, model, tokenizer, trie, settings, prompt)
-    finally:  # also when Ctrl-C ends a conversation
-        if args.save_trie:
+    finally:  # also when Ctrl-C ends a conversation; but a run that failed before its first token changes no file
+        if args.save_trie and (trie.outputs.clock > started or args.warmup):
             trie.save(args.save_trie)
             note(args, f"{trie.n_nodes:,} nodes of the trie written to {args.save_trie}")
 
@@ -229,14 +230,21 @@ def once(
 
 
 def make_trie(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> TokenTrie:
-    if args.load_trie:
-        trie = TokenTrie.load(args.load_trie, model.vocab_size)
-        trie.mode = args.mode or trie.mode
-    else:
-        trie = TokenTrie(model.vocab_size, mode=args.mode or MODES[0])
-    if args.save_trie and not Path(args.save_trie).resolve().parent.is_dir():
+    trie = TokenTrie(model.vocab_size, mode=args.mode or MODES[0])
+    if args.load_trie is not None:
+        wanted, trie = trie.max_depth, TokenTrie.load(args.load_trie, model.vocab_size)
+        if args.mode not in (None, trie.mode):
+            if trie.max_depth < wanted:
+                note(
+                    args,
+                    f"{args.load_trie} is {trie.max_depth} tokens deep, mode {args.mode} drafts best with {wanted}",
+                )
+            trie.mode = args.mode
+    if args.save_trie is not None and not Path(args.save_trie).resolve().parent.is_dir():
         raise FileNotFoundError(f"cannot write {args.save_trie}: there is no such folder")
-    if args.warmup:
+    if args.save_trie is not None and Path(args.save_trie).is_dir():
+        raise IsADirectoryError(f"cannot write {args.save_trie}: it is a folder")
+    if args.warmup is not None:
         for response in read_responses(args.warmup):
             trie.insert([*tokenizer.encode(response), tokenizer.eot])
     return trie
@@ -249,6 +257,7 @@ def interactive(
     if sys.stdin is None:
         raise FileNotFoundError("cannot read standard input: it is closed")
     asks = args.model in weights.BUNDLED
+    decode(model, [0], drafter=trie, budget=args.budget, **settings)  # wrong options are refused before any prompt
     note(args, f"one {'question' if asks else 'prompt'} a line; an empty line ends")
     while True:
         if sys.stdin.isatty():
@@ -259,7 +268,7 @@ def interactive(
         prompt = f"Question: {line.removeprefix('Question:').strip()}\nAnswer:" if asks else line
         try:
             steps = decode(model, tokenizer.encode(prompt), drafter=trie, budget=args.budget, **settings)
-        except ValueError as error:  # too long, say: the next one may fit
+        except ValueError as error:  # the prompt is too long: the next one may fit
             print(f"lookahead: {error}", file=sys.stderr)
             continue
         generation, _ = stream(steps, tokenizer, args)

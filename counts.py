@@ -167,7 +167,10 @@ class Counts:
 
         Raises ValueError if the arrays are not a trie within these bounds, KeyError if one is missing.
         """
-        children, *columns = (arrays[name].tolist() for name in ("children", "tokens", "counts", "ages"))
+        columns = [arrays[name] for name in ("children", "tokens", "counts", "ages")]
+        if any(column.ndim != 1 or column.dtype.kind != "u" for column in columns):
+            raise ValueError("the arrays are not lists of whole numbers")
+        children, *columns = (column.tolist() for column in columns)
         n = len(columns[0])
         if len(children) != n + 1 or sum(children) != n or any(len(column) != n for column in columns):
             raise ValueError("the arrays do not fit together")
@@ -178,8 +181,8 @@ class Counts:
             for token, count, age in itertools.islice(rows, size):
                 child = node[token] = Node()
                 child.count, child.seen = count, clock - age
-                if count < 1 or (node is not self.root and count > node.count):
-                    raise ValueError(f"a node was seen {count} times, its parent {node.count} times")
+                if count < 1 or (node is not self.root and (count > node.count or child.seen > node.seen)):
+                    raise ValueError("a node was seen more often or later than its parent")
                 node.total += count
                 nodes.append(child)
             if len(node) != size:

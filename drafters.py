@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from counts import EMPTY, Node
 from tree import DraftTree
-from trie import TrieSession
+from trie import TokenTrie, TrieSession
 
 MAX_MATCH = 3  # longest suffix that is looked up
 PROMPT_WEIGHT = 3
@@ -28,6 +28,10 @@ class PaperSession(TrieSession):
     Every run of tokens in prompt + output is counted exactly once. Those that begin in the prompt go to the private
     trie, even where they run on into the output; those that begin in the output go to the shared one.
     """
+
+    def __init__(self, trie: TokenTrie, prompt_ids: Iterable[int]) -> None:
+        super().__init__(trie, prompt_ids)
+        self.mode = trie.mode
 
     def observe(
         self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
@@ -42,7 +46,7 @@ class PaperSession(TrieSession):
         grow = {"hierarchical": self._hierarchical, "parallel": self._parallel, "single": self._single}
         tokens: list[int] = []
         parents: list[int] = []
-        grow[self.trie.mode](budget, tokens, parents)
+        grow[self.mode](budget, tokens, parents)
         return DraftTree(tokens, parents)
 
     def _suffixes(self) -> Iterator[tuple[Node, Node]]:

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import bench
@@ -876,6 +878,10 @@ def test_packed_counts_come_back_exactly():
         ("counts", lambda a: a + np.arange(len(a), dtype=a.dtype)),
         ("counts", lambda a: a * 0),
         ("tokens", lambda a: a * 0),
+        ("tokens", lambda a: a.astype(float)),
+        ("counts", lambda a: a.astype(np.int64)),
+        ("ages", lambda a: a[None]),
+        ("ages", lambda a: np.where(np.arange(len(a)) < 5, a.max() + 1, a)),  # parents older than children
     ):
         with pytest.raises(ValueError):
             Counts(4, 10**6).unpack(arrays | {name: change(arrays[name])}, counts.clock)
@@ -907,6 +913,8 @@ def test_draft_tree_by_hand():
         "|       `-- 'i'  0.10",
         "`-- 'g'  0.30",
     ]
+    chain = DraftTree([7] * 3000, range(-1, 2999))
+    assert chain.render(str).count("[7]") == 3000  # no recursion
     trimmed = tree.trim(2)
     assert (trimmed.tokens, trimmed.parents, trimmed.probs) == ([5, 6, 7], [-1, -1, 0], [0.6, 0.3, 0.5])
     assert tree.trim(3) is tree and tree.trim(3, 2).tokens == [5, 6] and len(DraftTree([], []).trim(0)) == 0
@@ -1188,9 +1196,27 @@ def test_trie_files_are_refused_in_one_line(tmp_path):
     data = good.read_bytes()
     (tmp_path / "short").write_bytes(data[:-9])
     (tmp_path / "text").write_text("no trie at all")
-    save_file({"a": torch.zeros(2)}, tmp_path / "foreign")
+    save_file({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "foreign")
     (tmp_path / "later").write_bytes(data.replace(b'"version":"1"', b'"version":"9"'))
     (tmp_path / "mode").write_bytes(data.replace(b"best-first", b"best-worst"))
+    rng = random.Random(1)
+    for _ in range(200):  # a flipped bit is noticed wherever it is, unless it changes nothing (spaces in the header)
+        at = rng.randrange(len(data))
+        (tmp_path / "bit").write_bytes(data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+        try:
+            again = TokenTrie.load(tmp_path / "bit")
+        except ValueError as error:
+            assert "\n" not in str(error)
+        else:
+            assert counted(again.outputs.root) == counted(trie.outputs.root) and vars(again.blend) == vars(trie.blend)
+    for change in ({"trie": "null"}, {"trie": "[" * 99}, {"crc32": "0"}, {"trie": '{"clock": 1, "max_depth": 1}'}):
+        with safe_open(good, framework="numpy") as file:
+            header, arrays = file.metadata() | change, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if "crc32" not in change:
+            header["crc32"] = TokenTrie._checksum(arrays, header["trie"])
+        safetensors.numpy.save_file(arrays, tmp_path / "forged", header)
+        with pytest.raises(ValueError, match="damaged"):
+            TokenTrie.load(tmp_path / "forged")
     loose = TokenTrie()
     loose.insert([7, 60])
     loose.save(tmp_path / "loose")
@@ -1216,6 +1242,7 @@ def test_trie_refuses():
         {"mode": "best"},
         {"max_depth": 1},
         {"max_depth": 4.5},
+        {"max_depth": 65},
         {"max_nodes": 10},
         {"max_nodes": math.inf},
     ):
@@ -1225,6 +1252,14 @@ def test_trie_refuses():
     for tokens in ([1, 2, 5], [1, -1]):
         with pytest.raises(ValueError, match="outside the trie's vocabulary"):
             trie.insert(tokens)
+    for tokens in ([1.0], "12", [None], [math.inf]):
+        with pytest.raises(ValueError, match="whole numbers"):
+            trie.insert(tokens)
+    for vocab_size in ("5", 0, -1, 2.5, 2**40):
+        with pytest.raises(ValueError, match="vocab_size"):
+            TokenTrie(vocab_size)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        trie.save("no/such/folder/trie")
     assert trie.n_nodes == 0 and trie.count([1]) == 0  # nothing half-inserted
 
 
@@ -1772,6 +1807,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "no trie file": ["--prompt", "a", "--load-trie", str(tmp_path / "none")],
         "not a whole trie": ["--prompt", "a", "--load-trie", str(tmp_path / "latin1")],
         "no such folder": ["--prompt", "a", "--save-trie", str(tmp_path / "none" / "trie")],
+        "it is a folder": ["--prompt", "a", "--save-trie", str(tmp_path)],
         "meta": ["--prompt", "a", "--device", "meta"],
         "which folder": ["--prompt", "a", "--model", "~no-such-user/x"],
         "--device": ["--prompt", "a", "--device", "toaster"],
@@ -1799,6 +1835,9 @@ def test_a_trie_is_saved_and_loaded(capsys, tmp_path):
     assert reports[0]["tokens"] == reports[1]["tokens"] and reports[1]["steps"] < reports[0]["steps"]
     assert [p.name for p in tmp_path.iterdir()] == ["trie"]
     assert TokenTrie.load(file).count(reports[0]["tokens"][-5:]) >= 1
+    before = file.read_bytes()
+    assert cli.main(["--model", "nano", "--prompt", "word " * 600, "--save-trie", str(file)]) == 2
+    assert file.read_bytes() == before  # a run that failed before its first token leaves the file alone
 
 
 def test_a_conversation_speeds_up(tmp_path):

@@ -97,17 +97,13 @@ class DraftTree:
 
     def render(self, decode: Callable[[list[int]], str], accepted: Iterable[int] = ()) -> str:
         """The tree in ASCII, one line per node, with probabilities if known and `*` at the `accepted` nodes."""
-        marked = set(accepted)
-        lines = ["(root)"]
-
-        def walk(node: int, indent: str) -> None:
-            below = list(self.children[node].items())
-            for i, (token, child) in enumerate(below):
-                last = i == len(below) - 1
-                prob = "" if self.probs is None else f"  {self.probs[child]:.2f}"
-                star = " *" if child in marked else ""
-                lines.append(f"{indent}{'`-- ' if last else '|-- '}{decode([token])!r}{prob}{star}")
-                walk(child, indent + ("    " if last else "|   "))
-
-        walk(-1, "")
+        marked, lines = set(accepted), ["(root)"]
+        stack = [(child, "", i == 0) for i, child in enumerate(reversed(self.children[-1].values()))]
+        while stack:  # no recursion: a tree may be deeper than Python's stack
+            node, indent, last = stack.pop()
+            prob = "" if self.probs is None else f"  {self.probs[node]:.2f}"
+            star = " *" if node in marked else ""
+            lines.append(f"{indent}{'`-- ' if last else '|-- '}{decode([self.tokens[node]])!r}{prob}{star}")
+            indent += "    " if last else "|   "
+            stack += [(child, indent, i == 0) for i, child in enumerate(reversed(self.children[node].values()))]
         return "\n".join(lines)

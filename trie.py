@@ -61,8 +61,11 @@ step with 37 nodes, where the paper's hierarchical mode makes 2.38. The small nu
 import itertools
 import json
 import math
+import operator
 import os
+import shutil
 import tempfile
+import zlib
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -75,6 +78,7 @@ from safetensors.numpy import save_file
 from counts import EMPTY, Counts, Node, Writer
 from tree import DraftTree
 
+LARGEST = 2**31  # token ids are below it
 MODES = ("best-first", "hierarchical", "parallel", "single")
 
 
@@ -128,7 +132,7 @@ class Blend:
                 trained[i] = n = trained[i] + 1
                 rate = 1 / (n + 10) if n < 240 else SLOWEST
                 part = weight * node.get(token, EMPTY).count / total
-                p = part + (1 - weight) * p
+                p = max(part + (1 - weight) * p, 1e-300)
                 weights[i] = weight + rate * (part / p - weight)
 
 
@@ -203,12 +207,12 @@ class TokenTrie:
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-        if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+        if vocab_size is not None and (not isinstance(vocab_size, int) or not 1 <= vocab_size <= LARGEST):
             raise ValueError(f"vocab_size must be a positive whole number or None, not {vocab_size!r}")
         if max_depth is None:
             max_depth = 5 if mode == "best-first" else 8
-        if not isinstance(max_depth, int) or max_depth < 2:
-            raise ValueError(f"max_depth must be a whole number, 2 or more, not {max_depth!r}")
+        if not isinstance(max_depth, int) or not 2 <= max_depth <= 64:
+            raise ValueError(f"max_depth must be a whole number, 2 to 64, not {max_depth!r}")
         if not isinstance(max_nodes, int) or max_nodes < 8 * max_depth:
             raise ValueError(f"max_nodes must be a whole number, at least 8 * max_depth, not {max_nodes!r}")
         self.vocab_size, self.max_depth, self.max_nodes, self.mode = vocab_size, max_depth, max_nodes, mode
@@ -232,9 +236,13 @@ class TokenTrie:
             writer.write(token)
 
     def check(self, token: int) -> int:
-        token = int(token)
-        if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-            raise ValueError(f"token id {token} is outside the trie's vocabulary of {self.vocab_size}")
+        """The token id as a plain int."""
+        try:
+            token = operator.index(token)
+        except TypeError:
+            raise ValueError(f"token ids must be whole numbers, not {token!r}") from None
+        if not 0 <= token < (self.vocab_size or LARGEST):
+            raise ValueError(f"token id {token} is outside the trie's vocabulary of {self.vocab_size or LARGEST}")
         return token
 
     def count(self, tokens: Iterable[int]) -> int:
@@ -261,11 +269,27 @@ class TokenTrie:
         learned = {f"{part}.{name}": np.array(getattr(getattr(self, part), name)) for part, name in self.LEARNED}
         numbers = {name: getattr(self, name) for name in ("vocab_size", "max_depth", "max_nodes", "mode")}
         numbers["clock"] = self.outputs.clock
-        header = {"format": self.FORMAT, "version": self.VERSION, "trie": json.dumps(numbers)}
-        path = Path(path)
+        arrays, numbers = self.outputs.pack() | learned, json.dumps(numbers)
+        header = {"format": self.FORMAT, "version": self.VERSION, "trie": numbers}
+        header["crc32"] = self._checksum(arrays, numbers)
+        path = Path(path).resolve()  # through a symbolic link to the file itself
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot write {path}: there is no such folder")
+        if path.is_dir():
+            raise IsADirectoryError(f"cannot write {path}: it is a folder")
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as scratch:
-            save_file(self.outputs.pack() | learned, f"{scratch}/trie", header)
+            save_file(arrays, f"{scratch}/trie", header)
+            Path(scratch, "mode").touch()  # has the rights that a new file gets; the library's default is owner-only
+            shutil.copymode(path if path.exists() else f"{scratch}/mode", f"{scratch}/trie")
             os.replace(f"{scratch}/trie", path)
+
+    @staticmethod
+    def _checksum(arrays: dict[str, np.ndarray], numbers: str) -> str:
+        """So that a damaged file is noticed wherever the damage is. (Whoever forges one, forges this, too.)"""
+        crc = zlib.crc32(numbers.encode())
+        for name in sorted(arrays):
+            crc = zlib.crc32(arrays[name].tobytes(), zlib.crc32(name.encode(), crc))
+        return str(crc)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], vocab_size: int | None = None) -> "TokenTrie":
@@ -275,17 +299,21 @@ class TokenTrie:
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no trie file {path}")
         try:
+            open(path, "rb").close()  # says "permission denied" where the library would say "no such file"
             with safe_open(path, framework="numpy") as file:
                 header = file.metadata() or {}
+                if header.get("format") != cls.FORMAT:
+                    raise ValueError(f"{path} holds something else than a trie: --save-trie writes such files")
+                if header.get("version") != cls.VERSION:
+                    found = header.get("version")
+                    raise ValueError(f"{path} is a trie of version {found}, this program reads {cls.VERSION}")
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is not a whole trie file ({' '.join(str(error).split())})") from None
-        if header.get("format") != cls.FORMAT:
-            raise ValueError(f"{path} holds something else than a trie: --save-trie writes such files")
-        if header.get("version") != cls.VERSION:
-            raise ValueError(f"{path} is a trie of version {header.get('version')}, this program reads {cls.VERSION}")
         try:
-            numbers = dict(json.loads(header["trie"]))
+            if header["crc32"] != cls._checksum(arrays, header["trie"]):
+                raise ValueError("its checksum is wrong")
+            numbers = json.loads(header["trie"])
             clock = numbers.pop("clock")
             trie = cls(**numbers)
             trie.outputs.unpack(arrays, clock)
@@ -297,7 +325,7 @@ class TokenTrie:
             highest = int(arrays["tokens"].max(initial=0))
             if trie.vocab_size is not None and highest >= trie.vocab_size:
                 raise ValueError(f"token {highest} is outside its own vocabulary of {trie.vocab_size}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is a damaged trie file ({error})") from None
         made_for = trie.vocab_size or highest + 1
         if vocab_size is not None and (made_for > vocab_size or trie.vocab_size not in (None, vocab_size)):
@@ -320,7 +348,8 @@ class TrieSession:
         for token in tokens:
             self._own_writer.write(token)
         self._recent = deque(tokens, maxlen=trie.max_depth - 1)
-        self._estimates: list[float] = []  # of the last draft, uncorrected
+        self._last: DraftTree | None = None  # the last draft, and its estimates, uncorrected
+        self._estimates: list[float] = []
         self._steps = 0
         trie.calibration.refresh()
         self._look_up()
@@ -355,7 +384,7 @@ class TrieSession:
     ) -> None:
         """These tokens were emitted. Their n-grams are in the trie from now on, for this query and all others."""
         tokens = [self.trie.check(token) for token in tokens]
-        if draft and len(draft) == len(self._estimates):  # else it was cut, and its nodes have other numbers now
+        if tokens and draft and draft is self._last:  # else it was cut, and its nodes have other numbers now
             self.trie.calibration.learn(self._estimates, draft.walk(tokens))
             self._steps += 1
             if self._steps % 8 == 0:  # now and then is often enough for a curve of hundreds of steps
@@ -383,8 +412,9 @@ class TrieSession:
 
         Best-first search: a child is never more probable than its parent, so the most probable node whose parent is in
         the tree is the next most probable of all. Candidates beyond the budget can never be taken and are dropped at
-        once, and a node below the worst candidate need not be expanded. (Probabilities are those of `_expand`, which
-        saves itself the crumbs: they add up to less than 1.) `picker` is for drafters that foresee noise.
+        once, and a node below the worst candidate need not be expanded. Probabilities are those of `_expand`, with two
+        cuts: of a suffix with more than WIDE continuations only the WIDE most frequent are known, and shorter suffixes
+        are asked only while enough is left to hand out. `picker` is for drafters that foresee noise.
         """
         tokens: list[int] = []
         parents: list[int] = []
@@ -410,7 +440,8 @@ class TrieSession:
             parents.append(-minus_parent)
             estimates.append(p)
         self._estimates = estimates
-        return DraftTree(tokens, parents, [self.trie.calibration(p) for p in estimates])
+        self._last = DraftTree(tokens, parents, [self.trie.calibration(p) for p in estimates])
+        return self._last
 
     def _expand(self, state: list[Node], p: float, enough: float) -> dict[int, float]:
         """The children of a node of probability `p`: token -> probability.

@@ -56,7 +56,7 @@ def draw_replay(rows: Sequence[Any], edges: Sequence[float], out: Path, title: s
     axes.legend()
     pictures.append(_save(figure, out / "replay_accepted_lengths.png"))
 
-    honest = [row for row in rows if sum(n for n, _, _ in row.bins)]
+    honest = [row for row in rows if any(n >= 200 for n, _, _ in row.bins)]  # of fewer nodes a share says little
     if honest:
         figure, axes = plt.subplots(figsize=(5.5, 5))
         axes.plot([0.003, 1], [0.003, 1], color="black", linewidth=0.8, label="estimated = accepted")
