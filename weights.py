@@ -135,6 +135,17 @@ def _download(name: str) -> Path:
     return final
 
 
+def free_memory() -> int:
+    """Bytes of memory that this machine could give to one process now; where that is unknown, 4 GiB."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return 4 * 2**30
+
+
 def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """Configuration and tensors of a folder (config.json + model.safetensors) or a bare .safetensors file.
 
