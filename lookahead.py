@@ -34,10 +34,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from budget import MOST, Auto, Fixed, curve_of
 from sampling import Greedy, Picker
 from tree import DraftTree
 
-AUTO_BUDGET = 12  # nodes per step for budget="auto"
 MAX_BUDGET = 4096  # the cache gets a slot for each node, so a mistyped number must not ask for all memory
 
 
@@ -157,9 +157,7 @@ def decode(
     except TypeError:
         raise ValueError("prompt_ids and stop_ids must be whole numbers: token ids, not text") from None
     picker = Greedy() if picker is None else picker
-    if budget == "auto":
-        budget = AUTO_BUDGET
-    if not isinstance(budget, int) or not 0 <= budget <= MAX_BUDGET:
+    if budget != "auto" and (not isinstance(budget, int) or not 0 <= budget <= MAX_BUDGET):
         raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 to {MAX_BUDGET}, not {budget!r}')
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be a whole number, 0 or more, not {max_new_tokens!r}")
@@ -174,7 +172,8 @@ def decode(
         raise ValueError(f"the drafter was made for a vocabulary of {knows}, the model has {model.vocab_size}")
     most = min(model.n_ctx, len(context) + max_new_tokens)
     if cache is None:
-        cache = model.new_cache(most + (budget if drafter is not None else 0))
+        room = MOST if budget == "auto" else budget
+        cache = model.new_cache(most + (room if drafter is not None else 0))
     elif cache.capacity < most - 1:
         raise ValueError(f"the cache has {cache.capacity} slots, this text may need {most - 1}")
     elif cache.length >= len(context):
@@ -189,7 +188,7 @@ def _steps(
     context: list[int],
     drafter: Drafter | None,
     picker: Picker,
-    budget: int,
+    budget: int | str,
     max_new_tokens: int,
     stop_ids: frozenset[int],
     cache: Any,
@@ -201,6 +200,7 @@ def _steps(
         yield Step(full, NOTHING, [], [], Seconds(0, 0, 0), at_full, prefill=True)
         return
     session = drafter.open(context) if drafter is not None else None
+    chooser = Auto(curve_of(model)) if budget == "auto" else Fixed(budget)
     try:
         prefill = True
         while True:
@@ -212,9 +212,9 @@ def _steps(
             # cut.
             draft = NOTHING
             if session is not None and not prefill:
-                nodes = min(budget, cache.capacity - cache.length - 1)
+                nodes = min(chooser.ask(), cache.capacity - cache.length - 1)
                 if nodes > 0 and full - start > 1:
-                    draft = session.draft(nodes, picker).trim(full - start - 1, nodes)
+                    draft = chooser.cut(session.draft(nodes, picker).trim(full - start - 1, nodes))
                     if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < model.vocab_size:
                         raise ValueError(f"the drafter proposes tokens outside the vocabulary of {model.vocab_size}")
             drafted = time.perf_counter()
@@ -262,9 +262,13 @@ def _steps(
             if session is not None:
                 session.observe(context[start:], draft, picks)
             seconds = Seconds(drafted - began, forwarded - drafted, time.perf_counter() - forwarded)
+            if session is not None and not prefill:
+                chooser.learn(draft, accepted, len(context) - start, seconds)
             yield Step(start, draft, accepted, context[start:], seconds, finish_reason, prefill, logits)
             if finish_reason:
                 return
+            if prefill and session is not None:
+                chooser.prepare(model, cache, full - len(context))
             prefill = False
     finally:
         if session is not None:

@@ -348,7 +348,7 @@ class TrieSession:
         for token in tokens:
             self._own_writer.write(token)
         self._recent = deque(tokens, maxlen=trie.max_depth - 1)
-        self._last: DraftTree | None = None  # the last draft, and its estimates, uncorrected
+        self._last = DraftTree([], [])  # the last draft, and its estimates, uncorrected
         self._estimates: list[float] = []
         self._steps = 0
         trie.calibration.refresh()
@@ -384,8 +384,10 @@ class TrieSession:
     ) -> None:
         """These tokens were emitted. Their n-grams are in the trie from now on, for this query and all others."""
         tokens = [self.trie.check(token) for token in tokens]
-        if tokens and draft and draft is self._last:  # else it was cut, and its nodes have other numbers now
-            self.trie.calibration.learn(self._estimates, draft.walk(tokens))
+        n = len(draft or ())
+        if tokens and n and self._last.parents[:n] == draft.parents and self._last.tokens[:n] == draft.tokens:
+            # The first n nodes of the last draft were verified. (Cut otherwise, nodes have other numbers: no lesson.)
+            self.trie.calibration.learn(self._estimates[:n], draft.walk(tokens))
             self._steps += 1
             if self._steps % 8 == 0:  # now and then is often enough for a curve of hundreds of steps
                 self.trie.calibration.refresh()

@@ -1,0 +1,195 @@
+"""How many nodes pay? The budget, chosen step by step from measured times and estimated probabilities.
+
+A draft of n nodes makes a forward pass of n + 1 rows. It yields 1 + E(n) tokens on average, E(n) being the sum of the
+probabilities of its n most probable nodes, and takes T(n + 1) seconds, plus the time to draft. At the rate of r tokens
+per second those seconds are worth r T tokens, so the best n is the one with the largest
+
+    gain(n) = 1 + E(n) - r (T(n + 1) + D(n))                 (Dinkelbach 1967, for the largest ratio of tokens to time)
+
+where r is the rate that is being made. An example: T is 20 ms for 1 row, 24 for 9 and 40 for 17, r = 80 tokens/s, and
+the draft's probabilities add up to 1.2 for 8 nodes and to 1.6 for 16:
+
+    n      1 + E    r T     gain
+    0      1.0      1.6     -0.6
+    8      2.2      1.92     0.28      <- taken
+    16     2.6      3.2     -0.6       the kernels' next step is too dear, all n in between were looked at, too
+
+T has steps, because kernels work on blocks of rows; so every n is tried. It is measured: by a few passes over junk when
+a model is first used (`calibrate`), and from then on by every real step. Nothing of this can change the text, only its
+speed.
+"""
+
+import time
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tree import DraftTree
+
+MOST = 64  # nodes at most: beyond, a drafter has nothing likely left to say
+
+
+class CostCurve:
+    """T(rows): seconds of a forward pass, from what was seen; between widths seen by interpolation.
+
+    A value is a running mean over about the last ten passes of that width; a pass that took more than three times as
+    long (the machine did something else) counts as three times.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []  # widths seen, ascending
+        self.seconds: dict[int, float] = {}
+
+    def learn(self, rows: int, seconds: float) -> None:
+        known = self.seconds.get(rows)
+        if known is None:
+            insort(self.rows, rows)
+            self.seconds[rows] = seconds
+        else:
+            self.seconds[rows] = known + 0.1 * (min(seconds, 3 * known) - known)
+
+    def __call__(self, rows: int) -> float:
+        """Seconds for this many rows. Without any measurement 0; outside the measured range the nearest, in proportion
+        to a guess (32 rows cost twice what one costs)."""
+        if not self.rows:
+            return 0.0
+        i = bisect_left(self.rows, rows)
+        if i < len(self.rows) and self.rows[i] == rows:
+            return self.seconds[rows]
+        if i == 0 or i == len(self.rows):
+            near = self.rows[0 if i == 0 else -1]
+            return self.seconds[near] * (32 + rows) / (32 + near)
+        low, high = self.rows[i - 1], self.rows[i]
+        share = (rows - low) / (high - low)
+        return self.seconds[low] * (1 - share) + self.seconds[high] * share
+
+
+_curves: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def curve_of(model: Any) -> CostCurve:
+    """The model's curve: kept as long as the model lives, for its present dtype and device."""
+    try:
+        curves = _curves.setdefault(model, {})
+    except TypeError:  # something that cannot be a key
+        return CostCurve()
+    return curves.setdefault((model.dtype, model.device, getattr(model, "packed", None) is not None), CostCurve())
+
+
+def calibrate(model: Any, cache: Any, curve: CostCurve, limit: float = 0.4) -> None:
+    """Measure a few widths on the live cache, which is left as it was; stops after `limit` seconds.
+
+    The junk rows see the past and themselves (any mask would do): `cache.keep` then drops them.
+    """
+    base, began = cache.length, time.perf_counter()
+    for rows in (1, 1, 9, 17, 33, 5, 65, 13, 25, 49):  # the first pass of all is slower, and counts for a tenth later
+        if rows > cache.capacity - base or time.perf_counter() - began > limit:
+            continue
+        positions = [min(base, model.n_ctx - 1)] * rows
+        mask = torch.ones(rows, base + rows, dtype=torch.bool)
+        mask[:, base:] = torch.eye(rows, dtype=torch.bool)
+        started = time.perf_counter()
+        with torch.no_grad():
+            logits = model([0] * rows, positions, mask if rows > 1 else None, cache)
+        logits[-1, 0].item()  # a GPU is waited for
+        if rows == 1:
+            curve.seconds.pop(1, None)
+            curve.rows[:] = [known for known in curve.rows if known != 1]
+        curve.learn(rows, time.perf_counter() - started)
+        cache.keep(base, [])
+
+
+class Fixed:
+    """Always the same number of nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def prepare(self, model: Any, cache: Any, to_come: int) -> None:
+        pass
+
+    def ask(self) -> int:
+        return self.nodes
+
+    def cut(self, draft: DraftTree) -> DraftTree:
+        return draft
+
+    def learn(self, draft: DraftTree, accepted: Sequence[int], tokens: int, seconds: Sequence[float]) -> None:
+        pass
+
+
+class Auto:
+    """The rule above.
+
+    prepare  measures the machine after the prefill, if nobody did before and the text may become long
+    ask    how many nodes the drafter should make now: a little more than paid last time; none while it rests
+    cut    the best beginning of a draft (nodes in order of probability, as best-first drafts are)
+    learn  what a step took and brought: seconds for draft, forward and the rest
+
+    Estimates are corrected by what was accepted so far. Drafts without probabilities get some by their nodes' numbers:
+    how often the first node was accepted, the second, ...
+
+    When nothing pays, drafting rests for one step, then two, four ... up to 32, so that a text that cannot be guessed
+    costs nearly nothing; the first draft that pays ends the rest.
+    """
+
+    LONG = 48  # new tokens to come, at most, for which it pays to measure the machine first (about ten passes)
+    LONGEST_REST = 32
+
+    def __init__(self, curve: CostCurve) -> None:
+        self.curve = curve
+        self.tokens, self.seconds = 0.0, 0.0  # of the recent past, fading by a tenth each step
+        self.expected, self.accepted = 10.0, 10.0  # sums of estimates and of accepted nodes, fading by a fiftieth
+        self.per_node = 0.0  # seconds of drafting per node
+        self.last = 16  # nodes that paid last
+        self.rest = self.pause = 0  # steps left to rest, and how long the next rest will be
+        self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
+        self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
+
+    def prepare(self, model: Any, cache: Any, to_come: int) -> None:
+        if to_come >= self.LONG and not self.curve.rows:
+            calibrate(model, cache, self.curve)
+
+    def ask(self) -> int:
+        if self.rest:
+            self.rest -= 1
+            return 0
+        return min(MOST, self.last + self.last // 2 + 4)
+
+    def probabilities(self, draft: DraftTree) -> Sequence[float]:
+        return draft.probs or [taken / tried for taken, tried in zip(self.taken, self.tried)]
+
+    def cut(self, draft: DraftTree) -> DraftTree:
+        if not draft:
+            return draft
+        rate = self.tokens / self.seconds if self.seconds else 1 / max(self.curve(1), 1e-9)
+        honest = self.accepted / self.expected
+        best, most, expected = 0, -rate * self.curve(1), 0.0  # 1 is in all gains and left out
+        for n, p in enumerate(self.probabilities(draft)[: len(draft)], 1):
+            expected += p * honest
+            gain = expected - rate * (self.curve(n + 1) + self.per_node * n)
+            if gain > most:
+                best, most = n, gain
+        if best == 0:
+            self.pause = min(2 * self.pause + 1, self.LONGEST_REST)
+            self.rest = self.pause
+        else:
+            self.pause = 0
+        self.last = best
+        return draft.trim(len(draft), best)
+
+    def learn(self, draft: DraftTree, accepted: Sequence[int], tokens: int, seconds: Sequence[float]) -> None:
+        self.curve.learn(len(draft) + 1, seconds[1])
+        self.tokens = 0.9 * self.tokens + tokens
+        self.seconds = 0.9 * self.seconds + sum(seconds)
+        if draft:
+            self.per_node += 0.1 * (seconds[0] / len(draft) - self.per_node)
+            self.expected = 0.98 * self.expected + sum(self.probabilities(draft)[: len(draft)])
+            self.accepted = 0.98 * self.accepted + len(accepted)
+            for node in range(len(draft)):
+                self.tried[node] += 1
+            for node in accepted:
+                self.taken[node] += 1
