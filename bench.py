@@ -1,6 +1,17 @@
 """Measurements, each with what it is to be compared with, from one run.
 
+    python bench.py cost   [--model tiny] [--dtype float32] [--prefix 256] [--rows 1 2 4 8 ...]
+    python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
     python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...] [--json]
+
+`cost` measures T(n), the time of a forward of n rows, against the same model with torch's F.linear and against two
+bounds that are measured in the same run: the bytes of the weights over the fastest way found to read them, and the
+operations over the best rate of matrix products found.
+
+`speed` measures tokens per second, side by side: plain decoding, lookahead with several budgets, and transformers'
+greedy decoding and prompt lookup where it is installed. Every contender decodes the same problems, one after another,
+all contenders in turn for each problem, so that a slow minute of the machine hits all alike. --model 124m is GPT-2's
+shape with random weights: there the forwards are real and a recorded response (--responses) decides what is picked.
 
 `replay` needs no model. It takes responses that some model gave, {"prompt", "response"} a line, and pretends to be that
 model: the first N responses go into a fresh trie, the next M are "generated" again, with the draft's walk along the
@@ -9,18 +20,30 @@ mode and budget. Every figure of it is a replay, not a generation.
 """
 
 import argparse
+import copy
 import csv
+import functools
 import json
 import math
 import os
+import platform
+import statistics
 import sys
+import tempfile
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lookahead import Step, generate
+from model import GPT, GPTConfig, Linear, apply_packed, packed
 from tokenizer import Tokenizer
+from train import problems
 from trie import MODES, TokenTrie
 
 BINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)  # of estimated probability: under 0.01 to over 0.9
@@ -199,6 +222,270 @@ def run_replay(args: argparse.Namespace) -> int:
     return 0
 
 
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def load_model(name: str, dtype: torch.dtype, device: str, pack: bool | None = None) -> GPT:
+    """A model by name; "124m" is GPT-2's smallest published shape with random weights."""
+    if name != "124m":
+        return GPT.load(name, device, dtype, pack)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, n_ctx=1024))
+    model = model.to(device, dtype).requires_grad_(False).eval()
+    if pack is not False:
+        model.pack()
+    return model
+
+
+def with_plain_linear(model: GPT) -> GPT:
+    """The same model, its products computed by F.linear from (n_out, n_in) weights, as most libraries do."""
+    other = copy.deepcopy(model)
+    other.packed = None
+    for module in other.modules():
+        if isinstance(module, Linear):
+            weight, bias = module.weight.T.contiguous(), module.bias
+            module.forward = lambda x, weight=weight, bias=bias: F.linear(x, weight, bias)
+    return other
+
+
+def median_seconds(functions: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Medians, the functions taking turns; the first round is not counted."""
+    times: list[list[float]] = [[] for _ in functions]
+    for round_number in range(repeats + 1):
+        for function, mine in zip(functions, times):
+            began = time.perf_counter()
+            function()
+            if round_number:
+                mine.append(time.perf_counter() - began)
+    return [statistics.median(mine) for mine in times]
+
+
+def forward_of(model: GPT, rows: int, prefix: int) -> Callable[[], object]:
+    """A forward of `rows` rows as verification makes it, behind `prefix` tokens; repeatable."""
+    cache = model.new_cache(prefix + rows)
+    tokens = [i * 7919 % model.vocab_size for i in range(prefix + rows)]
+    with torch.no_grad():
+        model(tokens[:prefix], cache=cache)
+    positions = [prefix + min(i, 7) for i in range(rows)]
+    mask = torch.ones(rows, prefix + rows, dtype=torch.bool)
+    mask[:, prefix:] = torch.eye(rows, dtype=torch.bool)
+    mask[:, prefix] = True
+
+    def run() -> None:
+        with torch.no_grad():
+            model(tokens[prefix:], positions, mask if rows > 1 else None, cache)[-1, 0].item()
+        cache.truncate(prefix)
+
+    return run
+
+
+def bounds(model: GPT, repeats: int) -> tuple[float, float]:
+    """(bytes per second, operations per second): the best that this machine shows for reading weights like the model's
+    and for multiplying matrices, over a few ways of doing each."""
+    dtype, device = model.dtype, model.device
+    side = 4096
+    count = max(model.nbytes // model.wte.weight.element_size() // side, 256)
+    big = torch.ones(count, side, dtype=dtype, device=device)
+    vector = torch.ones(side, dtype=dtype, device=device)
+    readers = [lambda: big.sum().item(), lambda: big.max().item(), lambda: (big @ vector)[0].item()]
+    copy_of = packed(big)
+    if copy_of is not None:
+        readers.append(lambda: apply_packed(vector[None], copy_of, None)[0, 0].item())
+    fastest = min(median_seconds(readers, repeats))
+    square = torch.ones(1024, 1024, dtype=dtype, device=device)
+    products = [lambda: (square @ square)[0, 0].item(), lambda: F.linear(square, square)[0, 0].item()]
+    return big.numel() * big.element_size() / fastest, 2 * 1024**3 / min(median_seconds(products, repeats))
+
+
+def run_cost(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), args.device)
+    if args.prefix < 1 or args.prefix + 8 > model.n_ctx:
+        raise ValueError(f"--prefix must be 1 to {model.n_ctx - 8} for {args.model}, not {args.prefix}")
+    if min(args.rows) < 1 or args.repeat < 1:
+        raise ValueError("--rows and --repeat must be 1 or more")
+    reference = with_plain_linear(model)
+    bandwidth, rate = bounds(model, args.repeat)
+    weights_read = model.nbytes - model.wpe.weight.numel() * model.wpe.weight.element_size()
+    operations = 2 * sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "wpe.weight")
+    rows = []
+    for n in args.rows:
+        ours, plain = median_seconds([forward_of(m, n, args.prefix) for m in (model, reference)], args.repeat)
+        read, compute = weights_read / bandwidth, n * operations / rate
+        rows.append({"rows": n, "ms": 1e3 * ours, "f_linear_ms": 1e3 * plain, "ratio": ours / plain,
+                     "read_bound_ms": 1e3 * read, "compute_bound_ms": 1e3 * compute,
+                     "of_bound": max(read, compute) / ours})  # fmt: skip
+        progress(args, f"{n} rows: {1e3 * ours:.2f} ms")
+    about = describe(args, model) | {"prefix": args.prefix, "read_gb_per_s": bandwidth / 1e9, "gflop_per_s": rate / 1e9}
+    heading = f"Forward passes of {args.model} behind {args.prefix} tokens ({machine(about)}):"
+    return report(args, "cost", heading, rows, about, lambda viz, out: viz.draw_cost(rows, out, heading))
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A picker that picks what a recorded text says, whatever the logits: real forwards, known answers."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+
+    def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
+        return self.text[position]
+
+    def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        return logits
+
+    def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        return None
+
+
+def run_speed(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), args.device)
+    tokenizer = Tokenizer.for_model(model)
+    pairs = read_pairs(args.responses, model.vocab_size)
+    replayed = args.model == "124m"
+    if replayed:
+        warm = pairs[: max(len(pairs) - args.problems, 0)][: args.warm]
+        asked = [(p, r[: args.max_new_tokens]) for p, r in pairs[len(warm) :][: args.problems]]
+    else:
+        warm = pairs[: args.warm]
+        asked = [(tokenizer.encode(text), []) for text in problems(args.problems, seed=77)]
+    if not asked or args.repeat < 1:
+        raise ValueError(f"--problems and --repeat must be 1 or more, and {args.responses} must have some left to ask")
+
+    def ours(trie: TokenTrie | None, budget: int | str) -> Callable[[int], tuple[int, list[Step]]]:
+        def run(i: int) -> tuple[int, list[Step]]:
+            prompt, response = asked[i]
+            settings = {"stop_ids": [tokenizer.eot], "max_new_tokens": args.max_new_tokens}
+            if replayed:
+                settings = {"picker": Recorded(prompt + response), "max_new_tokens": len(response)}
+            result = generate(model, prompt, drafter=trie, budget=budget, **settings)
+            return len(result.tokens), result.steps
+
+        return run
+
+    contenders: dict[str, Callable[[int], tuple[int, list[Step]]]] = {"plain": ours(None, 0)}
+    for budget in args.budget:
+        trie = TokenTrie(model.vocab_size)
+        for _, response in warm:
+            trie.insert(response)
+        contenders[f"lookahead {budget}"] = ours(trie, budget)
+    skipped = add_transformers(args, model, asked, tokenizer, replayed, contenders)
+    passes: dict[str, list[float]] = {name: [] for name in contenders}  # tokens per second of each pass
+    steps: dict[str, list[Step]] = {name: [] for name in contenders}
+    for repeat in range(args.repeat):
+        tokens, seconds = dict.fromkeys(contenders, 0), dict.fromkeys(contenders, 0.0)
+        for i in range(len(asked)):
+            for name, run in contenders.items():
+                began = time.perf_counter()
+                count, mine = run(i)
+                seconds[name] += time.perf_counter() - began
+                tokens[name] += count
+                steps[name] += mine
+        for name in contenders:
+            passes[name].append(tokens[name] / seconds[name])
+        progress(args, f"pass {repeat + 1} of {args.repeat}: plain {passes['plain'][-1]:.0f} tokens/s")
+    rows = []
+    for name in contenders:
+        against = statistics.median(a / b for a, b in zip(passes[name], passes["plain"]))
+        row = {"decoder": name, "tokens_per_s": statistics.median(passes[name]), "times_plain": against}
+        mine = steps[name]
+        if mine and name != "plain":
+            emitted, forward = sum(len(step.tokens) for step in mine), sum(step.seconds.forward for step in mine)
+            row |= {"tokens_per_step": emitted / len(mine), "nodes_per_step": sum(len(s.draft) for s in mine) /
+            len(mine),
+                    "draft_us": 1e6 * sum(step.seconds.draft for step in mine) / len(mine),
+                    "forward_only_tokens_per_s": emitted / forward}  # fmt: skip
+        rows.append(row)
+    about = describe(args, model) | {"problems": len(asked), "warm": len(warm), "skipped": skipped}
+    kind = "recorded responses, real forwards" if replayed else "greedy decoding"
+    heading = f"{args.model}, {len(asked)} problems, {kind}, trie warmed with {len(warm)} ({machine(about)}):"
+    return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
+
+
+def add_transformers(
+    args: argparse.Namespace, model: GPT, asked: Sequence[Pair], tokenizer: Tokenizer, replayed: bool, contenders: dict
+) -> str:
+    """Greedy decoding and prompt lookup of transformers on the same weights; returns what was skipped and why."""
+    try:
+        import transformers
+    except ImportError:
+        return "transformers (not installed: pip install transformers)"
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(folder)
+        peer = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
+
+    def run(i: int, **settings: object) -> tuple[int, list[Step]]:
+        prompt, response = asked[i]
+        tokens = torch.tensor([prompt], device=model.device)
+        most = len(response) if replayed else min(args.max_new_tokens, model.n_ctx - len(prompt))
+        stop = {} if replayed else {"eos_token_id": tokenizer.eot}
+        with torch.no_grad():
+            output = peer.generate(
+                tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=most,
+                min_new_tokens=most if replayed else None, pad_token_id=tokenizer.eot, **stop, **settings,
+            )  # fmt: skip
+        return output.shape[1] - len(prompt), []
+
+    contenders["transformers greedy"] = run
+    if replayed:
+        return "transformers' prompt lookup (it cannot follow a recorded text)"
+    contenders["transformers prompt lookup"] = functools.partial(run, prompt_lookup_num_tokens=10)
+    return ""
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def progress(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        print(text, file=sys.stderr)
+
+
+def describe(args: argparse.Namespace, model: GPT) -> dict:
+    return {"model": args.model, "dtype": args.dtype, "device": args.device, "packed": model.packed is not None,
+            "weights_mb": model.nbytes / 1e6, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}"}  # fmt: skip
+
+
+def machine(about: dict) -> str:
+    layout = "packed weights" if about["packed"] else "plain weights"
+    return f"{about['dtype']}, {layout}, {about['threads']} threads, {about['machine']}, torch {about['torch']}"
+
+
+def report(
+    args: argparse.Namespace, name: str, heading: str, rows: list[dict], about: dict, draw: Callable[..., list[Path]]
+) -> int:
+    """JSON, or a table, raw rows and a picture."""
+    if args.json:
+        print(json.dumps(about | {"rows": rows}))
+        return 0
+    print(f"\n{heading}\n")
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[f"{v:.3g}" if isinstance(v, float) and v < 100 else f"{v:.0f}" if isinstance(v, float) else str(v)
+              for v in (row.get(head, "") for head in heads)] for row in rows]  # fmt: skip
+    widths = [max(len(head), *(len(row[i]) for row in cells)) for i, head in enumerate(heads)]
+    for line in [heads, *cells]:
+        first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width)
+                        for i, (cell, width) in enumerate(zip(line, widths)))  # fmt: skip
+        print("  ".join([first, *rest]))
+    if about.get("skipped"):
+        print(f"\nskipped: {about['skipped']}")
+    if args.out:
+        import viz
+
+        out = Path(args.out)
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=heads)
+            writer.writeheader()
+            writer.writerows(rows)
+        pictures = draw(viz, out)
+        print("\nWritten: " + ", ".join(str(path) for path in (out / f"{name}.csv", *pictures)))
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure drafting and decoding.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -215,9 +502,31 @@ def main(argv: list[str] | None = None) -> int:
         "--out", default="bench", metavar="DIR", help="plots and raw numbers; '' for none (default: bench)"
     )
     one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
+    for name, text in (
+        ("cost", "the time of a forward pass by its number of rows, with bounds"),
+        ("speed", "tokens per second: plain, lookahead, and transformers where it is installed"),
+    ):
+        one = commands.add_parser(name, help=text)
+        one.add_argument("--model", default="tiny", help="as for lookahead.py, or 124m: GPT-2's shape, random weights")
+        one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
+        one.add_argument("--device", default="cpu")
+        one.add_argument("--repeat", type=int, default=7 if name == "cost" else 5, help="medians of so many")
+        one.add_argument("--out", default="bench", metavar="DIR", help="plot and raw numbers; '' for none")
+        one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
+        if name == "cost":
+            one.add_argument("--prefix", type=int, default=256, metavar="N", help="tokens in the cache (default: 256)")
+            one.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 48, 64], metavar="N")
+        else:
+            file = "assets/responses.jsonl"
+            one.add_argument("--responses", default=file, metavar="FILE", help=f"warm the trie (default: {file})")
+            one.add_argument("--warm", type=int, default=200, metavar="N", help="responses inserted first")
+            one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
+            one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+            one.add_argument("--budget", nargs="+", type=lambda text: text if text == "auto" else int(text),
+                             default=["auto", 4, 8, 12, 16, 24, 32, 48], metavar="B")  # fmt: skip
     args = parser.parse_args(argv)
     try:
-        return run_replay(args)
+        return {"replay": run_replay, "cost": run_cost, "speed": run_speed}[args.command](args)
     except BrokenPipeError:  # `| head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -444,7 +444,7 @@ def test_files_as_they_exist_in_the_wild(tmp_path):
     for name, tensors in variants.items():
         file = tmp_path / f"{name}.safetensors"
         save_file(tensors, file)  # a bare file: 128 wide, so 2 heads of 64
-        assert torch.equal(GPT.load(file)([1, 2, 3]), expected)
+        assert torch.equal(GPT.load(file, pack=False)([1, 2, 3]), expected)
     for dtype, bound in ((torch.float16, 0.02), (torch.bfloat16, 0.2)):
         file = tmp_path / f"{dtype}.safetensors"
         save_file({name: tensor.to(dtype) for name, tensor in plain.items()}, file)

@@ -74,3 +74,35 @@ def draw_replay(rows: Sequence[Any], edges: Sequence[float], out: Path, title: s
         axes.legend()
         pictures.append(_save(figure, out / "replay_reliability.png"))
     return pictures
+
+
+def draw_cost(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
+    """T(n) against F.linear and the two bounds."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    x = [row["rows"] for row in rows]
+    axes.plot(x, [row["f_linear_ms"] for row in rows], "o-", color="#9a8c98", label="the same model with F.linear")
+    axes.plot(x, [row["ms"] for row in rows], "o-", color="#0b6e4f", label="this repository")
+    bound = [max(row["read_bound_ms"], row["compute_bound_ms"]) for row in rows]
+    axes.plot(x, bound, "--", color="black", linewidth=1, label="bound: reading weights, then arithmetic")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("rows of the forward pass (1 + drafted nodes)")
+    axes.set_ylabel("milliseconds")
+    axes.set_title(title.replace(" (", "\n("), fontsize=8)
+    axes.legend()
+    return [_save(figure, out / "cost.png")]
+
+
+def draw_speed(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
+    """Tokens per second of all decoders."""
+    figure, axes = plt.subplots(figsize=(7, 0.4 * len(rows) + 1.4))
+    names = [row["decoder"] for row in rows][::-1]
+    speeds = [row["tokens_per_s"] for row in rows][::-1]
+    colours = [
+        "#0b6e4f" if name.startswith("lookahead") else "#5b7db1" if name == "plain" else "#9a8c98" for name in names
+    ]
+    bars = axes.barh(names, speeds, color=colours)
+    axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+    axes.set_xlabel("tokens per second")
+    axes.set_title(title.replace(" (", "\n("), fontsize=8)
+    axes.margins(x=0.1)
+    return [_save(figure, out / "speed.png")]
