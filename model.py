@@ -201,22 +201,30 @@ def apply_packed(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
 
 
-class Linear(nn.Module):
+class Packable(nn.Module):
+    """A module that may hold a packed copy of its weights. Moving it, changing its dtype, copying or pickling it drops
+    the copy, which would be stale or cannot follow."""
+
+    packed: Tensor | None = None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Packable":  # what .to(), .double() and the like go through
+        self.packed = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+
+
+class Linear(Packable):
     """y = x W + b, with W stored as (n_in, n_out): the layout of GPT-2's files, the transpose of nn.Linear's.
 
     `packed` is None or a copy of W that is faster to read (see `GPT.pack`).
     """
 
-    packed: Tensor | None = None
-
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
         self.bias = nn.Parameter(torch.zeros(n_out))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Linear":
-        self.packed = None  # the weights are about to move or to change their type: the copy would be stale
-        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., n_in) -> (..., n_out)
         if self.packed is not None:
@@ -270,13 +278,11 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
+class GPT(Packable):
     """GPT-2. Attribute names are the tensor names of the published weights (`h.0.attn.c_attn.weight`).
 
     `packed` is None or a copy of the head's weights that is faster to read (see `pack`).
     """
-
-    packed: Tensor | None = None
 
     def __init__(self, config: GPTConfig) -> None:
         """A model with random weights, ready to be trained. `GPT.load` reads trained ones."""
@@ -358,10 +364,6 @@ class GPT(nn.Module):
                 module.packed = packed(module.weight.T)
         self.packed = packed(self.wte.weight)
         return self.packed is not None
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "GPT":
-        self.packed = None
-        return super()._apply(fn, recurse)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write config.json and model.safetensors, each atomically; transformers loads them to the same logits."""

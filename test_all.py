@@ -356,6 +356,8 @@ def test_packed_weights_compute_the_same(dtype):
             expected = exact(tokens)
             error = (model(tokens).double() - expected).abs().max() / expected.abs().max()
             assert error < 32 * torch.finfo(dtype).eps
+        twin = copy.deepcopy(model)
+        assert twin.packed is None and torch.equal(twin([1, 2, 3]), plain) and model.packed is not None
         tokens = torch.arange(30).view(2, 15)
         assert model(tokens).shape == (2, 15, model.vocab_size)  # batches, too
         assert (model([1, 2, 3]) - plain).abs().max() <= 32 * torch.finfo(dtype).eps * plain.abs().max()
