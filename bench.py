@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cli import check_device
 from lookahead import Step, generate
 from model import GPT, GPTConfig, Linear, apply_packed, packed
 from replay import BINS, Pair, print_table, read_pairs, replay, write_csv
@@ -89,7 +90,7 @@ def run_replay(args: argparse.Namespace) -> int:
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-def load_model(name: str, dtype: torch.dtype, device: str, pack: bool | None = None) -> GPT:
+def load_model(name: str, dtype: torch.dtype, device: torch.device, pack: bool | None = None) -> GPT:
     """A model by name; "124m" is GPT-2's smallest published shape with random weights."""
     if name != "124m":
         return GPT.load(name, device, dtype, pack)
@@ -162,7 +163,7 @@ def bounds(model: GPT, repeats: int) -> tuple[float, float]:
 
 
 def run_cost(args: argparse.Namespace) -> int:
-    model = load_model(args.model, getattr(torch, args.dtype), args.device)
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
     if args.prefix < 1 or args.prefix + 8 > model.n_ctx:
         raise ValueError(f"--prefix must be 1 to {model.n_ctx - 8} for {args.model}, not {args.prefix}")
     if min(args.rows) < 1 or args.repeat < 1:
@@ -204,7 +205,7 @@ class Recorded:
 
 
 def run_speed(args: argparse.Namespace) -> int:
-    model = load_model(args.model, getattr(torch, args.dtype), args.device)
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
     tokenizer = Tokenizer.for_model(model)
     pairs = read_pairs(args.responses, model.vocab_size)
     replayed = args.model == "124m"

@@ -28,6 +28,8 @@ PROMPT = (
 PROMPT_OTHER = "The bakery on the corner opens before sunrise, and the first customers"
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
+PACK = {"auto": None, "on": True, "off": False}
+
 DESCRIPTION = """\
 Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text
 guesses several tokens ahead, one forward pass verifies them all, and the text is, token for
@@ -101,6 +103,9 @@ def make_parser() -> Parser:
                          ".safetensors file (default: tiny)")  # fmt: skip
     machine.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
     machine.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    machine.add_argument(
+        "--pack", choices=PACK, default="auto", help="a copy of the weights that is faster to read (default: auto)"
+    )
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     machine.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
@@ -158,7 +163,9 @@ def run(args: argparse.Namespace) -> int:
     picker = make_picker(args)
     prompt = read_prompt(args)
     device = check_device(args.device)
-    model = GPT.load(args.model, device, DTYPES[args.dtype])
+    model = GPT.load(args.model, device, DTYPES[args.dtype], PACK[args.pack])
+    if args.pack == "on" and model.packed is None:
+        note(args, f"packed weights do not exist for {args.dtype} on {args.device}: going on without")
     tokenizer = Tokenizer.for_model(model)
     trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
@@ -200,14 +207,16 @@ def once(
         if args.json:
             print(json.dumps(as_json(generation, tokenizer)))
         else:
-            print_summary(generation, first_text, args)
+            print_summary(generation, first_text, args, model)
         return 0
 
     plain, _ = stream(decode(model, prompt_ids, **settings), tokenizer, None)
     ratio = speed(generation) / speed(plain) if plain.tokens else math.nan
     tie = None
     if first_difference(generation.tokens, plain.tokens) is not None:
-        reference = GPT.load(args.model, dtype=model.dtype).double()  # the same rounded weights, sums in float64
+        reference = GPT.load(
+            args.model, dtype=model.dtype, pack=False
+        ).double()  # the same rounded weights, sums in float64
         tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
     proven = tie is not None and tie.within_rounding(model.dtype)
     if args.json:
@@ -219,7 +228,7 @@ def once(
         }
         print(json.dumps(report))
     else:
-        print_summary(generation, first_text, args)
+        print_summary(generation, first_text, args, model)
         print_comparison(plain, ratio, tie, proven)
     if tie is not None and not proven:
         print(
@@ -412,7 +421,7 @@ def as_json(generation: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
 REASONS = {"stop": "end of text", "length": "--max-new-tokens reached", "context": "the model's context is full"}
 
 
-def print_summary(generation: Generation, first_text: float, args: argparse.Namespace) -> None:
+def print_summary(generation: Generation, first_text: float, args: argparse.Namespace, model: GPT) -> None:
     steps = len(generation.steps)
     if steps:
         per_step = f"{generation.tokens_per_step:.2f} tokens per step"
@@ -425,6 +434,8 @@ def print_summary(generation: Generation, first_text: float, args: argparse.Name
     about = f"{args.model}, {args.device}, {args.dtype}"
     if args.device == "cpu":
         about += f", {torch.get_num_threads()} threads"
+    size = model.nbytes / 1e6
+    about += f", {size:.0f} MB of weights" if model.packed is None else f", {size:.0f} MB of weights + as much packed"
     about += "; knows word problems only" if args.model in weights.BUNDLED else ""
     print(
         f"{speed(generation):.0f} tokens/s, {generation.seconds:.2f} s, first token after {first_text:.2f} s, "
