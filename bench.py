@@ -38,7 +38,8 @@ from torch.nn import functional as F
 
 from cli import check_device
 from lookahead import Step, generate
-from model import GPT, GPTConfig, Linear, apply_packed, packed
+from model import GPT, GPTConfig, Linear
+from packing import apply_packed, packed
 from replay import BINS, Pair, print_table, read_pairs, replay, write_csv
 from tokenizer import Tokenizer
 from train import problems

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 import bench
 import cli
 import lookahead
-import model as model_module
+import packing
 import trie as trie_module
 import weights
 from budget import MOST, Auto, CostCurve, calibrate, curve_of
@@ -371,7 +371,7 @@ def test_packing_falls_back_by_itself(monkeypatch, tmp_path):
         assert GPT.load(tmp_path, device, dtype, pack=True).packed is None
     before = GPT.load(tmp_path, pack=False)
     assert before.packed is None
-    monkeypatch.setattr(model_module, "apply_packed", lambda *a: (_ for _ in ()).throw(NotImplementedError))
+    monkeypatch.setattr(packing, "apply_packed", lambda *a: (_ for _ in ()).throw(NotImplementedError))
     after = GPT.load(tmp_path, pack=True)
     assert after.packed is None and torch.equal(before([1, 2, 3]), after([1, 2, 3]))
     monkeypatch.undo()
