@@ -1,10 +1,10 @@
 """How many nodes pay? The budget, chosen step by step from measured times and estimated probabilities.
 
 A draft of n nodes makes a forward pass of n + 1 rows. It yields 1 + E(n) tokens on average, E(n) being the sum of the
-probabilities of its n most probable nodes, and takes T(n + 1) seconds, plus the time to draft. At the rate of r tokens
-per second those seconds are worth r T tokens, so the best n is the one with the largest
+probabilities of its n most probable nodes, and takes T(n + 1) seconds. At the rate of r tokens per second those seconds
+are worth r T tokens, so the best n is the one with the largest
 
-    gain(n) = 1 + E(n) - r (T(n + 1) + D(n))                 (Dinkelbach 1967, for the largest ratio of tokens to time)
+    gain(n) = 1 + E(n) - r T(n + 1)                          (Dinkelbach 1967, for the largest ratio of tokens to time)
 
 where r is the rate that is being made. An example: T is 20 ms for 1 row, 24 for 9 and 40 for 17, r = 80 tokens/s, and
 the draft's probabilities add up to 1.2 for 8 nodes and to 1.6 for 16:
@@ -14,7 +14,9 @@ the draft's probabilities add up to 1.2 for 8 nodes and to 1.6 for 16:
     8      2.2      1.92     0.28      <- taken
     16     2.6      3.2     -0.6       the kernels' next step is too dear, all n in between were looked at, too
 
-T has steps, because kernels work on blocks of rows; so every n is tried. It is measured: by a few passes over junk when
+The draft is made before n is chosen, so its own cost no longer counts then; but if gain(n) - gain(0) is not worth the
+time that drafting took, the next steps go without. T has steps, because kernels work on blocks of rows; so every n is
+tried. It is measured: by a few passes over junk when
 a model is first used (`calibrate`), and from then on by every real step. Nothing of this can change the text, only its
 speed.
 """
@@ -132,8 +134,8 @@ class Auto:
     Estimates are corrected by what was accepted so far. Drafts without probabilities get some by their nodes' numbers:
     how often the first node was accepted, the second, ...
 
-    When nothing pays, drafting rests for one step, then two, four ... up to 32, so that a text that cannot be guessed
-    costs nearly nothing; the first draft that pays ends the rest.
+    When a draft does not pay, drafting rests for one step, then three, seven ... up to 32, so that a text that cannot
+    be guessed costs nearly nothing; the first draft that pays ends the rest.
     """
 
     LONG = 48  # new tokens to come, at most, for which it pays to measure the machine first (about ten passes)
@@ -143,7 +145,8 @@ class Auto:
         self.curve = curve
         self.tokens, self.seconds = 0.0, 0.0  # of the recent past, fading by a tenth each step
         self.expected, self.accepted = 10.0, 10.0  # sums of estimates and of accepted nodes, fading by a fiftieth
-        self.per_node = 0.0  # seconds of drafting per node
+        self.drafting = 0.0  # seconds that it takes to draft
+        self.drafted = False  # in this step
         self.last = 16  # nodes that paid last
         self.rest = self.pause = 0  # steps left to rest, and how long the next rest will be
         self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
@@ -167,26 +170,28 @@ class Auto:
             return draft
         rate = self.tokens / self.seconds if self.seconds else 1 / max(self.curve(1), 1e-9)
         honest = self.accepted / self.expected
-        best, most, expected = 0, -rate * self.curve(1), 0.0  # 1 is in all gains and left out
+        plain = best_gain = -rate * self.curve(1)  # the 1 in all gains is left out
+        best, expected = 0, 0.0
         for n, p in enumerate(self.probabilities(draft)[: len(draft)], 1):
             expected += p * honest
-            gain = expected - rate * (self.curve(n + 1) + self.per_node * n)
-            if gain > most:
-                best, most = n, gain
-        if best == 0:
-            self.pause = min(2 * self.pause + 1, self.LONGEST_REST)
-            self.rest = self.pause
+            gain = expected - rate * self.curve(n + 1)
+            if gain > best_gain:
+                best, best_gain = n, gain
+        if best_gain - plain <= rate * self.drafting:
+            self.rest = self.pause = min(2 * self.pause + 1, self.LONGEST_REST)
         else:
             self.pause = 0
-        self.last = best
+        self.last, self.drafted = best, True
         return draft.trim(len(draft), best)
 
     def learn(self, draft: DraftTree, accepted: Sequence[int], tokens: int, seconds: Sequence[float]) -> None:
         self.curve.learn(len(draft) + 1, seconds[1])
         self.tokens = 0.9 * self.tokens + tokens
         self.seconds = 0.9 * self.seconds + sum(seconds)
+        if self.drafted:
+            self.drafting += 0.1 * (seconds[0] - self.drafting)
+            self.drafted = False
         if draft:
-            self.per_node += 0.1 * (seconds[0] / len(draft) - self.per_node)
             self.expected = 0.98 * self.expected + sum(self.probabilities(draft)[: len(draft)])
             self.accepted = 0.98 * self.accepted + len(accepted)
             for node in range(len(draft)):
