@@ -1455,12 +1455,12 @@ def test_auto_takes_the_number_of_nodes_with_the_largest_gain():
         for _ in range(rng.randint(0, 5)):
             empty = DraftTree([], [])
             auto.learn(empty, [], 1, (0.0, curve(1), 0.1))
-        auto.expected, auto.accepted, auto.per_node = 10.0, 10.0 * rng.uniform(0.5, 1.5), 0.01 * rng.random()
+        auto.expected, auto.accepted = 10.0, 10.0 * rng.uniform(0.5, 1.5)
         probs = sorted((rng.random() ** rng.choice([2, 6]) for _ in range(rng.randint(1, 40))), reverse=True)
         draft = DraftTree(range(len(probs)), [-1] * len(probs), probs)
         rate = auto.tokens / auto.seconds if auto.seconds else 1 / curve(1)
         honest = auto.accepted / auto.expected
-        gains = [1 + honest * sum(probs[:n]) - rate * (curve(n + 1) + auto.per_node * n) for n in range(len(probs) + 1)]
+        gains = [1 + honest * sum(probs[:n]) - rate * curve(n + 1) for n in range(len(probs) + 1)]
         assert gains[len(auto.cut(draft))] == pytest.approx(max(gains))
 
 
