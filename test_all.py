@@ -1664,9 +1664,9 @@ def test_sampled_lookahead_is_identical_on_a_bundled_model():
 @pytest.mark.slow
 def test_lookahead_is_identical_on_tiny():
     ties = identical_on_prompts(
-        "tiny", 60, 96, (4, "auto", 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
+        "tiny", 30, 96, (4, "auto", 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
     )
-    assert ties <= 20  # of 2,160 runs
+    assert ties <= 12  # of 1,080 runs
 
 
 @pytest.mark.slow
@@ -1982,8 +1982,9 @@ def test_trace_shows_every_tree(capsys):
     assert len(heads) == len(result.steps) + 1 and heads[0].startswith("prefill: 0 of 0")
     assert sum(line.endswith(" *") for line in lines) == sum(len(step.accepted) for step in result.steps)
     assert sum("-- '" in line or '-- "' in line for line in lines) == sum(len(step.draft) for step in result.steps)
-    drawn = result.steps[0].draft.render(tokenizer.decode, result.steps[0].accepted).splitlines()
-    assert lines[lines.index(heads[1]) + 1 :][: len(drawn)] == drawn
+    number, step = next((i, step) for i, step in enumerate(result.steps, 1) if step.draft)
+    drawn = step.draft.render(tokenizer.decode, step.accepted).splitlines()
+    assert lines[lines.index(heads[number]) + 1 :][: len(drawn)] == drawn
 
 
 def test_a_proven_near_tie_and_a_real_difference(capsys, monkeypatch):
