@@ -202,7 +202,7 @@ class TokenTrie:
         self,
         vocab_size: int | None = None,
         max_depth: int | None = None,
-        max_nodes: int = 500_000,
+        max_nodes: int = 1_000_000,
         mode: str = "best-first",
     ) -> None:
         if mode not in MODES:
@@ -407,7 +407,7 @@ class TrieSession:
         self._recent.clear()
         self._look_up()
 
-    ENOUGH = 0.25  # once what is left to hand out is below ENOUGH / budget, shorter suffixes are not asked
+    ENOUGH = 0.6  # once what is left to hand out is below ENOUGH / budget, shorter suffixes are not asked
 
     def draft(self, budget: int, picker: object = None) -> DraftTree:
         """The `budget` most probable nodes (fewer, if less is known), most probable first, with their probabilities.
@@ -457,15 +457,14 @@ class TrieSession:
             node = state[level]
             total = node.total
             if total:
-                share = p * weights[CELLS * level + cell(node)]
+                distinct = len(node)  # the next line has `cell(node)` written out: this is the innermost loop
+                kind = 5 * (BITS[total] if total < 256 else 8) + (BITS[distinct] if distinct < 16 else 4)
+                share = p * weights[CELLS * level + kind]
                 p -= share
                 share /= total
-                if node.top is None:
-                    for token, child in node.items():
-                        shares[token] = shares.get(token, 0.0) + share * child.count
-                else:
-                    for token in node.top:
-                        shares[token] = shares.get(token, 0.0) + share * node[token].count
+                for token in node.top or node:
+                    part = share * node[token].count
+                    shares[token] = shares[token] + part if token in shares else part
                 if p < enough:
                     break
         return shares
