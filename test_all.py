@@ -34,6 +34,7 @@ import lookahead
 import packing
 import trie as trie_module
 import weights
+from blend import CELLS, Calibration
 from budget import MOST, Auto, CostCurve, calibrate, curve_of
 from counts import WIDE, Counts, Node, Writer
 from lookahead import NearTie, decode, first_difference, generate, near_tie
@@ -42,7 +43,7 @@ from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
 from train import batches, evaluate, learning_rate, orthogonal, pad, problems
 from tree import DraftTree
-from trie import CELLS, MODES, Calibration, TokenTrie
+from trie import MODES, TokenTrie
 
 ROOT = Path(__file__).resolve().parent
 GOLDEN = ROOT / "assets" / "golden_logits.safetensors"
