@@ -214,9 +214,10 @@ def _steps(
             if session is not None and not prefill:
                 nodes = min(chooser.ask(), cache.capacity - cache.length - 1)
                 if nodes > 0 and full - start > 1:
-                    draft = chooser.cut(session.draft(nodes, picker).trim(full - start - 1, nodes))
+                    draft = session.draft(nodes, picker).trim(full - start - 1, nodes)
                     if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < model.vocab_size:
                         raise ValueError(f"the drafter proposes tokens outside the vocabulary of {model.vocab_size}")
+                    draft = chooser.cut(draft)
             drafted = time.perf_counter()
 
             # Verify: all of the text that is not in the cache yet (the prompt, later just the last token, the root),

@@ -1573,13 +1573,13 @@ def test_ends_of_the_road():
 
 def test_sessions_are_closed_whatever_happens():
     model, drafter = toy(), RandomDrafter(0, 29)
-    steps = decode(model, [1, 2], drafter=drafter)
+    steps = decode(model, [1, 2], drafter=drafter, budget=8)
     next(steps)
     steps.close()  # the reader walks away
-    generate(model, [1, 2], drafter=drafter, max_new_tokens=3)
+    generate(model, [1, 2], drafter=drafter, budget=8, max_new_tokens=3)
     drafter.ids = 1000
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        generate(model, [1, 2], drafter=drafter, max_new_tokens=30)
+        generate(model, [1, 2], drafter=drafter, budget=8, max_new_tokens=30)
     assert drafter.opened == drafter.closed == 3
 
 
