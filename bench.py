@@ -52,7 +52,8 @@ def run_replay(args: argparse.Namespace) -> int:
     pairs = read_pairs(args.responses)
     if not pairs:
         raise ValueError(f"{args.responses} holds no responses")
-    warm = min(660, len(pairs) // 2) if args.warm is None else args.warm
+    usual = 660 if len(pairs) >= 860 else len(pairs) // 2
+    warm = usual if args.warm is None else args.warm
     count = min(200, len(pairs) - warm) if args.replay is None else args.replay
     if warm < 0 or count < 1 or warm + count > len(pairs):
         raise ValueError(

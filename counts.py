@@ -9,16 +9,16 @@ was seen. After "a b a b c", with max_depth 3:
       |       \\--- c 1
       \\---- c 1
 
-Three rules hold at every moment:
+Three rules hold:
 
     a parent is never rarer than a child         "a b" cannot be seen more often than "a" (the root has no count)
     nor is a path rarer than with a longer past  "b" is at least as frequent as "a b", so if a long suffix of a text is
-                                                 in the trie, all shorter ones are (if every token begins a path)
-    there are never more than max_nodes nodes    what is worth least is forgotten in time, by an order that keeps the
-                                                 first two rules
+                                                 in the trie, all shorter ones are (until something is forgotten)
+    there are never more than max_nodes nodes    what is worth least is forgotten in time, children with their parents
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -33,7 +33,8 @@ class Node(dict):  # dict[int, Node]
     count  how often the path was seen
     total  the sum of the children's counts: how often something was seen to follow
     seen   when it was last seen, in tokens written; the time of its first token counts, so no child is younger
-    top    None, or with more than WIDE children the tokens of the WIDE most frequent, in order (ties: smaller id first)
+    top    None, or with more than WIDE children the WIDE most frequent, in order (ties: smaller id first): a list of
+           their tokens and one of their counts, so that a reader need not visit the children, far apart in memory
 
     Beware: a node without children is falsy, as an empty dictionary is. Empty it takes 96 bytes, with a child 256.
     """
@@ -42,24 +43,26 @@ class Node(dict):  # dict[int, Node]
 
     def __init__(self) -> None:
         self.count = self.total = self.seen = 0
-        self.top: list[int] | None = None
+        self.top: tuple[list[int], list[int]] | None = None
 
     def rank(self) -> None:
         """Make `top` anew."""
-        by_count = sorted(self, key=lambda token: (-self[token].count, token))
-        self.top = by_count[:WIDE] if len(self) > WIDE else None
+        if len(self) > WIDE:
+            tokens = sorted(self, key=lambda token: (-self[token].count, token))[:WIDE]
+            self.top = tokens, [self[token].count for token in tokens]
+        else:
+            self.top = None
 
     def promote(self, token: int, count: int) -> None:
         """Keep `top` in order after the child `token` was counted up to `count`."""
-        top = self.top
-        last = self[top[-1]].count
-        if count < last or (count == last and token > top[-1]):
+        tokens, counts = self.top
+        if count < counts[-1] or (count == counts[-1] and token > tokens[-1]):
             return
-        i = top.index(token) if token in top else WIDE - 1
-        while i and (self[top[i - 1]].count, -top[i - 1]) < (count, -token):
-            top[i] = top[i - 1]
+        i = tokens.index(token) if token in tokens else WIDE - 1
+        while i and (counts[i - 1], -tokens[i - 1]) < (count, -token):
+            tokens[i], counts[i] = tokens[i - 1], counts[i - 1]
             i -= 1
-        top[i] = token
+        tokens[i], counts[i] = token, count
 
 
 EMPTY = Node()  # stands for a path that was never seen: no count, no children. Never written to
@@ -75,10 +78,10 @@ class Counts:
     # What a node is worth:  seen + DOUBLING log2(count) - LENGTH depth,  all in tokens of age. To be seen twice as
     # often is worth as much as to be 300,000 tokens younger, to be one token longer costs 100,000. So the rare go
     # first, among them the long paths (their beginnings still know most of it), among those the oldest; and what nobody
-    # says any more fades. No node is worth more than its parent or its own shorter past: forgetting keeps the rules
-    # above. (Chosen on replays with a quarter of the memory that would be needed: bench.py replay --max-nodes.)
+    # says any more fades. No node is worth more than its parent. (Chosen on replays with a quarter of the memory that
+    # would be needed: bench.py replay --max-nodes.)
     DOUBLING, LENGTH = 300_000, 100_000
-    KEPT = 0.65  # the share of the nodes that stays
+    DROPPED = 0.5
 
     # Most long paths are seen once and never again. When the trie is more than half full, a path of more than FREE
     # tokens is admitted only if its beginning was seen before: the same memory then holds more that comes back.
@@ -88,8 +91,10 @@ class Counts:
         self.root = Node()
         self.max_depth, self.max_nodes = max_depth, max_nodes
         self.n_nodes = 0  # without the root
-        self.clock = 0  # tokens written, and one tick for each time that something was forgotten: whoever holds nodes
-        self.forgotten = 0  # (a session, a writer) sees by either that they may be gone
+        self.clock = 0  # tokens written
+        self.forgotten = 0  # nodes dropped so far: by this, whoever holds open paths sees that some may be gone
+        self.round: list[int] = []  # first tokens that the sweep has still to visit ...
+        self.bar = 0.0  # ... and what a node must be worth to stay
 
     def find(self, path: Iterable[int]) -> Node:
         """The node at the end of `path`; EMPTY if it was never seen."""
@@ -106,37 +111,75 @@ class Counts:
             level = [child for node in level for child in node.values()]
 
     def forget(self) -> None:
-        """Drop the third of the nodes that is worth least (a microsecond a node, so about three per node dropped)."""
-        rows = []  # per depth: (parents, tokens, worth) of all nodes there
-        level = [self.root]
-        for depth in range(1, self.max_depth + 1):
-            parents = [node for node in level for _ in node]
-            tokens = [token for node in level for token in node]
+        """Make room for one more path, by dropping what is worth least.
+
+        Not all at once, which would take a second in a trie of a million nodes: a sweep goes round the trie, below one
+        first token after the other, and goes on where it stopped when the trie is full again.
+        """
+        while self.n_nodes + self.max_depth > self.max_nodes:
+            if not self.round:
+                self.round = list(self.root)
+                sample = self.round[:: max(1, len(self.round) // 256)]
+                worths = sorted(itertools.chain.from_iterable(map(self._worths, sample)))
+                self.bar = worths[int(self.DROPPED * len(worths))]
+            self._sweep(self.round.pop())
+
+    def _worth(self, node: Node, depth: int) -> float:
+        return node.seen + self.DOUBLING * math.log2(node.count) - self.LENGTH * depth
+
+    def _worths(self, first: int) -> list[float]:
+        """What the paths that begin with this token are worth."""
+        level, worths, depth = [self.root[first]], [], 0
+        while level:
+            depth += 1
+            worths += [self._worth(node, depth) for node in level]
             level = [child for node in level for child in node.values()]
-            seen = np.array([node.seen for node in level], dtype=float)
-            count = np.array([node.count for node in level], dtype=float)
-            rows.append((parents, tokens, seen + self.DOUBLING * np.log2(count) - self.LENGTH * depth))
-        worth = np.concatenate([row[2] for row in rows])
-        third = int(len(worth) * (1 - self.KEPT))
-        bar = np.partition(worth, third)[third]
-        wide = {}  # by id: a dictionary, which a node is, cannot be hashed
-        for parents, tokens, worth in rows:
-            for i in np.flatnonzero(worth <= bar).tolist():
-                node = parents[i]
-                node.total -= node.pop(tokens[i]).count
-                self.n_nodes -= 1
-                if node.top is not None:
-                    wide[id(node)] = node
-        for node in wide.values():
-            node.rank()
-        self.forgotten += 1
-        self.clock += 1  # so that whoever holds nodes notices
+        return worths
+
+    def _sweep(self, first: int) -> None:
+        """Drop those among the paths that begin with this token which are worth no more than the bar."""
+        level, depth = [self.root[first]], 1
+        if self._worth(level[0], depth) <= self.bar:
+            return self._drop(self.root, [first])
+        while level:
+            depth += 1
+            line = self.bar + self.LENGTH * depth
+            longer = []
+            for node in level:
+                # `_worth` written out, and most are young enough, so that the logarithm is seldom asked for.
+                worthless = [
+                    token
+                    for token, child in node.items()
+                    if child.seen <= line and child.seen + self.DOUBLING * math.log2(child.count) <= line
+                ]
+                if worthless:
+                    self._drop(node, worthless)
+                longer += filter(None, node.values())  # those with children
+            level = longer
+
+    def _drop(self, parent: Node, tokens: list[int]) -> None:
+        """Take these children of a node and all below them (worth even less) out of the trie.
+
+        What was dropped is left without count and children. So whoever still holds it can tell, and finds nothing.
+        """
+        dropped = [parent.pop(token) for token in tokens]
+        parent.total -= sum(node.count for node in dropped)
+        for node in dropped:  # the list grows on the way
+            node.count = 0
+            if node:
+                dropped += node.values()
+                node.clear()
+                node.total, node.top = 0, None
+        self.n_nodes -= len(dropped)
+        self.forgotten += len(dropped)
+        if parent.top is not None and (len(parent) <= WIDE or not set(tokens).isdisjoint(parent.top[0])):
+            parent.rank()
 
     @property
     def nbytes(self) -> int:
         """What the nodes occupy in memory, in bytes (without the integers in them)."""
         return sum(
-            sys.getsizeof(node) + (sys.getsizeof(node.top) if node.top else 0)
+            sys.getsizeof(node) + sum(map(sys.getsizeof, (node.top, *node.top) if node.top else ()))
             for level in self.levels()
             for node in level
         )
@@ -146,6 +189,7 @@ class Counts:
 
         children  (n_nodes + 1,)  how many children each node has, the root first
         tokens, counts, ages  (n_nodes,)  of all nodes but the root; an age is the time since the node was last seen
+        round  the first tokens that the sweep has still to visit
 
             root -- a 2 -- b 1        children 2 1 0 0    tokens a b b    counts 2 1 1
               `---- b 1
@@ -157,20 +201,21 @@ class Counts:
             "tokens": [token for token, _ in edges],
             "counts": [node.count for _, node in edges],
             "ages": [self.clock - node.seen for _, node in edges],
+            "round": self.round,
         }
         return {
             name: np.array(column, dtype=np.min_scalar_type(max(column, default=0))) for name, column in columns.items()
         }
 
-    def unpack(self, arrays: dict[str, np.ndarray], clock: int) -> None:
-        """Fill an empty trie from `pack`'s arrays and the `clock` at that time.
+    def unpack(self, arrays: dict[str, np.ndarray], clock: int, bar: float) -> None:
+        """Fill an empty trie from `pack`'s arrays and the `clock` and the `bar` at that time.
 
         Raises ValueError if the arrays are not a trie within these bounds, KeyError if one is missing.
         """
-        columns = [arrays[name] for name in ("children", "tokens", "counts", "ages")]
+        columns = [arrays[name] for name in ("round", "children", "tokens", "counts", "ages")]
         if any(column.ndim != 1 or column.dtype.kind != "u" for column in columns):
             raise ValueError("the arrays are not lists of whole numbers")
-        children, *columns = (column.tolist() for column in columns)
+        unvisited, children, *columns = (column.tolist() for column in columns)
         n = len(columns[0])
         if len(children) != n + 1 or sum(children) != n or any(len(column) != n for column in columns):
             raise ValueError("the arrays do not fit together")
@@ -191,7 +236,9 @@ class Counts:
                 node.rank()
         if len(nodes) != n + 1 or sum(1 for _ in self.levels()) > self.max_depth + 1:
             raise ValueError("some nodes lie too deep or hang nowhere")
-        self.n_nodes, self.clock = n, clock
+        if len(set(unvisited) & self.root.keys()) != len(unvisited):
+            raise ValueError("the sweep was to visit what is not there")
+        self.n_nodes, self.clock, self.round, self.bar = n, clock, unvisited, float(bar)
 
 
 class Writer:
@@ -214,8 +261,8 @@ class Writer:
         counts = self.counts
         if counts.n_nodes + counts.max_depth > counts.max_nodes:
             counts.forget()
-        if self.forgotten != counts.forgotten:  # open paths may be gone: start afresh
-            self.open, self.forgotten = [], counts.forgotten
+        if self.forgotten != counts.forgotten:
+            self.open, self.forgotten = [path for path in self.open if path[0].count], counts.forgotten
         counts.clock = clock = counts.clock + 1
         free = counts.FREE if 2 * counts.n_nodes > counts.max_nodes else counts.max_depth
         grown = []

@@ -156,7 +156,7 @@ class TokenTrie:
 
         return PaperSession(self, prompt_ids)
 
-    FORMAT, VERSION = "lookahead-trie", "1"
+    FORMAT, VERSION = "lookahead-trie", "2"
     LEARNED = (("blend", "weights"), ("blend", "trained"), ("calibration", "estimated"), ("calibration", "accepted"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -167,7 +167,7 @@ class TokenTrie:
         """
         learned = {f"{part}.{name}": np.array(getattr(getattr(self, part), name)) for part, name in self.LEARNED}
         numbers = {name: getattr(self, name) for name in ("vocab_size", "max_depth", "max_nodes", "mode")}
-        numbers["clock"] = self.outputs.clock
+        numbers |= {"clock": self.outputs.clock, "bar": self.outputs.bar}
         arrays, numbers = self.outputs.pack() | learned, json.dumps(numbers)
         header = {"format": self.FORMAT, "version": self.VERSION, "trie": numbers}
         header["crc32"] = self._checksum(arrays, numbers)
@@ -213,9 +213,9 @@ class TokenTrie:
             if header["crc32"] != cls._checksum(arrays, header["trie"]):
                 raise ValueError("its checksum is wrong")
             numbers = json.loads(header["trie"])
-            clock = numbers.pop("clock")
+            clock, bar = numbers.pop("clock"), numbers.pop("bar")
             trie = cls(**numbers)
-            trie.outputs.unpack(arrays, clock)
+            trie.outputs.unpack(arrays, clock, bar)
             for part, name in cls.LEARNED:
                 old, new = getattr(getattr(trie, part), name), arrays[f"{part}.{name}"].tolist()
                 if len(new) != len(old):
@@ -267,7 +267,7 @@ class TrieSession:
         self._time = self.trie.outputs.clock + self.own.clock
 
     def _current(self) -> list[Node]:
-        if self._time != self.trie.outputs.clock + self.own.clock:  # somebody else wrote, or something was forgotten
+        if self._time != self.trie.outputs.clock + self.own.clock:  # somebody else wrote
             self._look_up()
         return self.state
 
@@ -361,8 +361,8 @@ class TrieSession:
                 share = p * weights[CELLS * level + kind]
                 p -= share
                 share /= total
-                for token in node.top or node:
-                    part = share * node[token].count
+                for token, count in zip(*node.top) if node.top else [(t, child.count) for t, child in node.items()]:
+                    part = share * count
                     shares[token] = shares[token] + part if token in shares else part
                 if p < enough:
                     break
