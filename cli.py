@@ -63,29 +63,21 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     text = parser.add_argument_group("text")
-    text.add_argument(
-        "--prompt", metavar="TEXT", help="what to continue; '-' reads standard input (default: an example)"
-    )
-    text.add_argument(
-        "--prompt-file", metavar="FILE", help="read the prompt from a file, or '-'; its last newline is dropped"
-    )
-    text.add_argument(
-        "--interactive", action="store_true", help="read prompts line by line; the trie lives on and speeds up"
-    )
+    text.add_argument("--prompt", metavar="TEXT", help="what to continue; '-': standard input (default: an example)")
+    text.add_argument("--prompt-file", metavar="FILE", help="the prompt's file, or '-'; its last newline is dropped")
+    text.add_argument("--interactive", action="store_true", help="read prompts line by line; the trie lives on")
     text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
     text.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default), 1 the model's own"
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default); 1: the model's own"
     )
+    text.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all")
     text.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most probable tokens; 0: all"
-    )
-    text.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the top tokens that weigh P; 1: all"
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that weigh P; 1: all"
     )
     text.add_argument("--seed", type=int, default=0, help="another seed, another sample (default: 0)")
     draft = parser.add_argument_group("lookahead")
     draft.add_argument(
-        "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step, or auto (default)"
+        "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step (default: auto)"
     )
     draft.add_argument("--mode", choices=MODES, help=f"how the trie drafts (default: {MODES[0]})")
     draft.add_argument("--warmup", metavar="FILE", help="responses to put into the trie first: text with blank "
@@ -94,9 +86,7 @@ def make_parser() -> Parser:
     draft.add_argument("--save-trie", metavar="FILE", help="write the trie, with all it has learned, at the end")
     draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
     draft.add_argument("--no-lookahead", action="store_true", help="plain decoding, one token per forward pass")
-    draft.add_argument(
-        "--compare", action="store_true", help="decode plainly too; print both speeds and whether texts agree"
-    )
+    draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
                          help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
@@ -104,7 +94,7 @@ def make_parser() -> Parser:
     machine.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
     machine.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     machine.add_argument(
-        "--pack", choices=PACK, default="auto", help="a copy of the weights that is faster to read (default: auto)"
+        "--pack", choices=PACK, default="auto", help="a second copy of the weights, faster to read (default: auto)"
     )
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     machine.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -214,9 +204,8 @@ def once(
     ratio = speed(generation) / speed(plain) if plain.tokens else math.nan
     tie = None
     if first_difference(generation.tokens, plain.tokens) is not None:
-        reference = GPT.load(
-            args.model, dtype=model.dtype, pack=False
-        ).double()  # the same rounded weights, sums in float64
+        # the same rounded weights, sums in float64
+        reference = GPT.load(args.model, dtype=model.dtype, pack=False).double()
         tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
     proven = tie is not None and tie.within_rounding(model.dtype)
     if args.json:
@@ -434,8 +423,7 @@ def print_summary(generation: Generation, first_text: float, args: argparse.Name
     about = f"{args.model}, {args.device}, {args.dtype}"
     if args.device == "cpu":
         about += f", {torch.get_num_threads()} threads"
-    size = model.nbytes / 1e6
-    about += f", {size:.0f} MB of weights" if model.packed is None else f", {size:.0f} MB of weights + as much packed"
+    about += f", {model.nbytes / 1e6:.0f} MB of weights" + (" + as much packed" if model.packed is not None else "")
     about += "; knows word problems only" if args.model in weights.BUNDLED else ""
     print(
         f"{speed(generation):.0f} tokens/s, {generation.seconds:.2f} s, first token after {first_text:.2f} s, "

@@ -8,6 +8,7 @@ verification. That gives tokens per step, and what drafting costs. Every figure 
 import csv
 import json
 import math
+import random
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -132,6 +133,39 @@ def replay(pairs: Sequence[Pair], warm: int, count: int, budget: int, mode: str,
         lengths=lengths,
         bins=[tuple(entry) for entry in bins],
     )
+
+
+def growth(marks: Sequence[int], budget: int, mode: str, seed: int = 0, **settings: int) -> list[dict]:
+    """What inserting and drafting cost as one trie grows: a row at each of `marks`, in tokens inserted.
+
+    The text is random, sequences of 120 tokens of which few are frequent and most are rare: hardly any run of three
+    comes back, so the trie grows as fast as it can. insert_us is a mean per token since the last mark, retrieve_us a
+    mean over 400 drafts behind sequences of the same kind.
+    """
+    rng, clock = random.Random(seed), time.perf_counter
+    trie, done, rows = TokenTrie(50257, mode=mode, **settings), 0, []
+
+    def sequence() -> list[int]:
+        return [int(50257 * rng.random() ** 4) for _ in range(120)]
+
+    for mark in sorted(marks):
+        spent, before = 0.0, done
+        while done < mark:
+            tokens = sequence()[: mark - done]
+            began = clock()
+            trie.insert(tokens)
+            spent += clock() - began
+            done += len(tokens)
+        retrieving = 0.0
+        for _ in range(400):
+            session = trie.open(sequence())
+            began = clock()
+            session.draft(budget)
+            retrieving += clock() - began
+            session.close()
+        row = {"mode": mode, "tokens": done, "nodes": trie.n_nodes, "mb": trie.nbytes / 1e6}
+        rows.append(row | {"insert_us": 1e6 * spent / max(done - before, 1), "retrieve_us": 1e6 * retrieving / 400})
+    return rows
 
 
 def print_table(rows: Sequence[Row]) -> None:

@@ -348,10 +348,11 @@ class TrieSession:
         """The children of a node of probability `p`: token -> probability.
 
         From the longest suffix down, each level hands out its share lambda of what the levels before it left over, to
-        its WIDE most frequent tokens at most, until less than `enough` is left.
+        its WIDE most frequent tokens at most (those that get a fifth of `enough`), until less than `enough` is left.
         """
         weights = self.trie.blend.weights
         shares: dict[int, float] = {}
+        crumb = enough / 5
         for level in range(len(state) - 1, -1, -1):
             node = state[level]
             total = node.total
@@ -361,9 +362,16 @@ class TrieSession:
                 share = p * weights[CELLS * level + kind]
                 p -= share
                 share /= total
-                for token, count in zip(*node.top) if node.top else [(t, child.count) for t, child in node.items()]:
-                    part = share * count
-                    shares[token] = shares[token] + part if token in shares else part
+                if node.top is None:
+                    for token, child in node.items():
+                        part = share * child.count
+                        shares[token] = shares[token] + part if token in shares else part
+                else:
+                    for token, count in zip(*node.top):
+                        part = share * count
+                        if part < crumb:
+                            break
+                        shares[token] = shares[token] + part if token in shares else part
                 if p < enough:
                     break
         return shares
