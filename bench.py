@@ -1,49 +1,56 @@
 """Measurements, each with what it is to be compared with, from one run.
 
-    python bench.py cost   [--model tiny] [--dtype float32] [--prefix 256] [--rows 1 2 4 8 ...]
+    python bench.py cost   [--model tiny] [--dtype float32] [--prefix 256 ...] [--rows 1 2 4 8 ...]
     python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
-    python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...] [--json]
+    python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...]
+    python bench.py growth [--tokens 10000 100000 ...] [--mode ...] [--max-nodes N]
 
 `cost` measures T(n), the time of a forward of n rows, against the same model with torch's F.linear and against two
 bounds that are measured in the same run: the bytes of the weights over the fastest way found to read them, and the
 operations over the best rate of matrix products found.
 
-`speed` measures tokens per second, side by side: plain decoding, lookahead with several budgets, and transformers'
-greedy decoding and prompt lookup where it is installed. Every contender decodes the same problems, one after another,
-all contenders in turn for each problem, so that a slow minute of the machine hits all alike. --model 124m is GPT-2's
-shape with random weights: there the forwards are real and a recorded response (--responses) decides what is picked.
+`speed` (speed.py) measures tokens per second, side by side: plain decoding, lookahead with several budgets, and
+transformers' greedy decoding and prompt lookup where it is installed. --model 124m is GPT-2's shape with random
+weights: there the forwards are real and a recorded response (--responses) decides what is picked.
 
 `replay` (replay.py) needs no model: responses that some model gave stand in for it. It measures drafting alone, tokens
-per step and what they cost, for each mode and budget.
+per step and what they cost, for each mode and budget. `growth` measures what a trie costs as it grows.
+
+All print a table and write it with pictures to --out; or they print one JSON object (--json).
 """
 
 import argparse
 import copy
 import csv
 import functools
+import itertools
 import json
 import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from cli import check_device
-from lookahead import Step, generate
 from model import GPT, GPTConfig, Linear
 from packing import apply_packed, packed
-from replay import BINS, Pair, print_table, read_pairs, replay, write_csv
+from replay import BINS, growth, print_table, read_pairs, replay, write_csv
+from speed import compete, starting
 from tokenizer import Tokenizer
 from train import problems
 from trie import MODES, TokenTrie
+from weights import BUNDLED
+
+
+def bound_of(args: argparse.Namespace) -> dict[str, int]:
+    return {} if args.max_nodes is None else {"max_nodes": args.max_nodes}
+
 
 # --- replay -----------------------------------------------------------------------------------------------------------
 
@@ -61,7 +68,7 @@ def run_replay(args: argparse.Namespace) -> int:
         )
     if any(budget < 1 for budget in args.budget):
         raise ValueError("--budget must be 1 or more")
-    settings = {} if args.max_nodes is None else {"max_nodes": args.max_nodes}
+    settings = bound_of(args)
     for mode in args.mode:
         TokenTrie(mode=mode, **settings)  # refuses impossible bounds before anything is measured
     rows = []
@@ -164,46 +171,47 @@ def bounds(model: GPT, repeats: int) -> tuple[float, float]:
     return big.numel() * big.element_size() / fastest, 2 * 1024**3 / min(median_seconds(products, repeats))
 
 
+def bytes_read(model: GPT) -> int:
+    """What a forward pass has to read of the weights: all but the table of positions."""
+    return model.nbytes - model.wpe.weight.numel() * model.wpe.weight.element_size()
+
+
 def run_cost(args: argparse.Namespace) -> int:
     model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
-    if args.prefix < 1 or args.prefix + 8 > model.n_ctx:
-        raise ValueError(f"--prefix must be 1 to {model.n_ctx - 8} for {args.model}, not {args.prefix}")
+    for prefix in args.prefix:
+        if prefix < 1 or prefix + 8 > model.n_ctx:
+            raise ValueError(f"--prefix must be 1 to {model.n_ctx - 8} for {args.model}, not {prefix}")
     if min(args.rows) < 1 or args.repeat < 1:
         raise ValueError("--rows and --repeat must be 1 or more")
     reference = with_plain_linear(model)
     bandwidth, rate = bounds(model, args.repeat)
-    weights_read = model.nbytes - model.wpe.weight.numel() * model.wpe.weight.element_size()
     operations = 2 * sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "wpe.weight")
     rows = []
-    for n in args.rows:
-        ours, plain = median_seconds([forward_of(m, n, args.prefix) for m in (model, reference)], args.repeat)
-        read, compute = weights_read / bandwidth, n * operations / rate
-        rows.append({"rows": n, "ms": 1e3 * ours, "f_linear_ms": 1e3 * plain, "ratio": ours / plain,
+    for prefix, n in itertools.product(args.prefix, args.rows):
+        ours, plain = median_seconds([forward_of(m, n, prefix) for m in (model, reference)], args.repeat)
+        read, compute = bytes_read(model) / bandwidth, n * operations / rate
+        rows.append({"prefix": prefix, "rows": n, "ms": 1e3 * ours, "f_linear_ms": 1e3 * plain, "ratio": ours / plain,
                      "read_bound_ms": 1e3 * read, "compute_bound_ms": 1e3 * compute,
                      "of_bound": max(read, compute) / ours})  # fmt: skip
-        progress(args, f"{n} rows: {1e3 * ours:.2f} ms")
-    about = describe(args, model) | {"prefix": args.prefix, "read_gb_per_s": bandwidth / 1e9, "gflop_per_s": rate / 1e9}
-    heading = f"Forward passes of {args.model} behind {args.prefix} tokens ({machine(about)}):"
+        progress(args, f"{n} rows behind {prefix} tokens: {1e3 * ours:.2f} ms")
+    about = describe(args, model) | {"read_gb_per_s": bandwidth / 1e9, "gflop_per_s": rate / 1e9}
+    heading = f"Forward passes of {args.model} ({machine(about)}):"
     return report(args, "cost", heading, rows, about, lambda viz, out: viz.draw_cost(rows, out, heading))
 
 
+# --- growth -----------------------------------------------------------------------------------------------------------
+
+
+def run_growth(args: argparse.Namespace) -> int:
+    if min(args.tokens) < 1 or args.budget < 1:
+        raise ValueError("--tokens and --budget must be 1 or more")
+    rows = growth(args.tokens, args.budget, args.mode, **bound_of(args))
+    about = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "budget": args.budget}
+    heading = f"A trie as it grows, {args.mode}, budget {args.budget}, random text ({about['machine']}):"
+    return report(args, "growth", heading, rows, about, lambda viz, out: viz.draw_growth(rows, out, heading))
+
+
 # --- speed ------------------------------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """A picker that picks what a recorded text says, whatever the logits: real forwards, known answers."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self.text = text
-
-    def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
-        return self.text[position]
-
-    def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
-        return logits
-
-    def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        return None
 
 
 def run_speed(args: argparse.Namespace) -> int:
@@ -213,93 +221,28 @@ def run_speed(args: argparse.Namespace) -> int:
     replayed = args.model == "124m"
     if replayed:
         warm = pairs[: max(len(pairs) - args.problems, 0)][: args.warm]
-        asked = [(p, r[: args.max_new_tokens]) for p, r in pairs[len(warm) :][: args.problems]]
+        asked = pairs[len(warm) :][: args.problems]
     else:
         warm = pairs[: args.warm]
         asked = [(tokenizer.encode(text), []) for text in problems(args.problems, seed=77)]
-    if not asked or args.repeat < 1:
-        raise ValueError(f"--problems and --repeat must be 1 or more, and {args.responses} must have some left to ask")
-
-    def ours(trie: TokenTrie | None, budget: int | str) -> Callable[[int], tuple[int, list[Step]]]:
-        def run(i: int) -> tuple[int, list[Step]]:
-            prompt, response = asked[i]
-            settings = {"stop_ids": [tokenizer.eot], "max_new_tokens": args.max_new_tokens}
-            if replayed:
-                settings = {"picker": Recorded(prompt + response), "max_new_tokens": len(response)}
-            result = generate(model, prompt, drafter=trie, budget=budget, **settings)
-            return len(result.tokens), result.steps
-
-        return run
-
-    contenders: dict[str, Callable[[int], tuple[int, list[Step]]]] = {"plain": ours(None, 0)}
-    for budget in args.budget:
-        trie = TokenTrie(model.vocab_size)
-        for _, response in warm:
-            trie.insert(response)
-        contenders[f"lookahead {budget}"] = ours(trie, budget)
-    skipped = add_transformers(args, model, asked, tokenizer, replayed, contenders)
-    passes: dict[str, list[float]] = {name: [] for name in contenders}  # tokens per second of each pass
-    steps: dict[str, list[Step]] = {name: [] for name in contenders}
-    for repeat in range(args.repeat):
-        tokens, seconds = dict.fromkeys(contenders, 0), dict.fromkeys(contenders, 0.0)
-        for i in range(len(asked)):
-            for name, run in contenders.items():
-                began = time.perf_counter()
-                count, mine = run(i)
-                seconds[name] += time.perf_counter() - began
-                tokens[name] += count
-                steps[name] += mine
-        for name in contenders:
-            passes[name].append(tokens[name] / seconds[name])
-        progress(args, f"pass {repeat + 1} of {args.repeat}: plain {passes['plain'][-1]:.0f} tokens/s")
-    rows = []
-    for name in contenders:
-        against = statistics.median(a / b for a, b in zip(passes[name], passes["plain"]))
-        row = {"decoder": name, "tokens_per_s": statistics.median(passes[name]), "times_plain": against}
-        mine = steps[name]
-        if mine and name != "plain":
-            emitted, forward = sum(len(step.tokens) for step in mine), sum(step.seconds.forward for step in mine)
-            row |= {"tokens_per_step": emitted / len(mine), "nodes_per_step": sum(len(s.draft) for s in mine) /
-            len(mine),
-                    "draft_us": 1e6 * sum(step.seconds.draft for step in mine) / len(mine),
-                    "forward_only_tokens_per_s": emitted / forward}  # fmt: skip
-        rows.append(row)
-    about = describe(args, model) | {"problems": len(asked), "warm": len(warm), "skipped": skipped}
+    if not asked or args.repeat < 1 or args.max_new_tokens < 2:
+        raise ValueError(f"{args.responses} has no response left to ask for, or a number is too small")
+    rows, remarks, skipped = compete(
+        model, asked, warm, args.budget, replayed=replayed, stop=tokenizer.eot, max_new_tokens=args.max_new_tokens,
+        repeat=args.repeat, progress=functools.partial(progress, args),
+    )  # fmt: skip
+    bandwidth, _ = bounds(model, args.repeat)
+    bound = bytes_read(model) / bandwidth
+    remarks.append(
+        f"reading the weights once takes {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s: "
+        f"{rows[0]['decode_per_s'] * bound:.2f} of a plain step"
+    )
+    if args.model in BUNDLED and args.device == "cpu" and sys.platform != "win32":
+        remarks.append(starting(args.model, args.dtype, args.repeat))
+    about = describe(args, model) | {"problems": len(asked), "warm": len(warm), "remarks": remarks, "skipped": skipped}
     kind = "recorded responses, real forwards" if replayed else "greedy decoding"
     heading = f"{args.model}, {len(asked)} problems, {kind}, trie warmed with {len(warm)} ({machine(about)}):"
     return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
-
-
-def add_transformers(
-    args: argparse.Namespace, model: GPT, asked: Sequence[Pair], tokenizer: Tokenizer, replayed: bool, contenders: dict
-) -> str:
-    """Greedy decoding and prompt lookup of transformers on the same weights; returns what was skipped and why."""
-    try:
-        import transformers
-    except ImportError:
-        return "transformers (not installed: pip install transformers)"
-    transformers.logging.set_verbosity_error()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save(folder)
-        peer = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=model.dtype).to(model.device).eval()
-
-    def run(i: int, **settings: object) -> tuple[int, list[Step]]:
-        prompt, response = asked[i]
-        tokens = torch.tensor([prompt], device=model.device)
-        most = len(response) if replayed else min(args.max_new_tokens, model.n_ctx - len(prompt))
-        stop = {} if replayed else {"eos_token_id": tokenizer.eot}
-        with torch.no_grad():
-            output = peer.generate(
-                tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=most,
-                min_new_tokens=most if replayed else None, pad_token_id=tokenizer.eot, **stop, **settings,
-            )  # fmt: skip
-        return output.shape[1] - len(prompt), []
-
-    contenders["transformers greedy"] = run
-    if replayed:
-        return "transformers' prompt lookup (it cannot follow a recorded text)"
-    contenders["transformers prompt lookup"] = functools.partial(run, prompt_lookup_num_tokens=10)
-    return ""
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -337,8 +280,9 @@ def report(
         first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width)
                         for i, (cell, width) in enumerate(zip(line, widths)))  # fmt: skip
         print("  ".join([first, *rest]))
-    if about.get("skipped"):
-        print(f"\nskipped: {about['skipped']}")
+    for title in ("remarks", "skipped"):
+        for line in about.get(title, ()):
+            print(f"\n{title}: {line}" if line == about[title][0] else f"         {line}")
     if args.out:
         import viz
 
@@ -353,6 +297,9 @@ def report(
     return 0
 
 
+COMMANDS = {"replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py", description="Measure drafting and decoding.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -364,11 +311,11 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument("--replay", type=int, metavar="M", help="responses drafted along (default: 200, or the rest)")
     one.add_argument("--budget", type=int, nargs="+", default=[10, 38, 64], metavar="B", help="default: 10 38 64")
     one.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="default: all")
-    one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")
-    one.add_argument(
-        "--out", default="bench", metavar="DIR", help="plots and raw numbers; '' for none (default: bench)"
-    )
-    one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
+    one = commands.add_parser("growth", help="what inserting and drafting cost as a trie grows, on random text")
+    marks = [10_000, 30_000, 100_000, 300_000, 1_000_000]
+    one.add_argument("--tokens", type=int, nargs="+", default=marks, metavar="N", help="default: 10,000 to a million")
+    one.add_argument("--budget", type=int, default=38, metavar="B", help="default: 38")
+    one.add_argument("--mode", choices=MODES, default=MODES[0])
     for name, text in (
         ("cost", "the time of a forward pass by its number of rows, with bounds"),
         ("speed", "tokens per second: plain, lookahead, and transformers where it is installed"),
@@ -378,10 +325,8 @@ def main(argv: list[str] | None = None) -> int:
         one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
         one.add_argument("--device", default="cpu")
         one.add_argument("--repeat", type=int, default=7 if name == "cost" else 5, help="medians of so many")
-        one.add_argument("--out", default="bench", metavar="DIR", help="plot and raw numbers; '' for none")
-        one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
         if name == "cost":
-            one.add_argument("--prefix", type=int, default=256, metavar="N", help="tokens in the cache (default: 256)")
+            one.add_argument("--prefix", type=int, nargs="+", default=[256], metavar="N", help="default: 256")
             one.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 48, 64], metavar="N")
         else:
             file = "assets/responses.jsonl"
@@ -390,10 +335,17 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
             one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
             one.add_argument("--budget", nargs="+", type=lambda text: text if text == "auto" else int(text),
-                             default=["auto", 4, 8, 12, 16, 24, 32, 48], metavar="B")  # fmt: skip
+                             default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")  # fmt: skip
+    for name, one in commands.choices.items():
+        if name in ("replay", "growth"):
+            one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")
+        one.add_argument(
+            "--out", default="bench", metavar="DIR", help="plots and raw numbers (default: bench; '': none)"
+        )
+        one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
     args = parser.parse_args(argv)
     try:
-        return {"replay": run_replay, "cost": run_cost, "speed": run_speed}[args.command](args)
+        return COMMANDS[args.command](args)
     except BrokenPipeError:  # `| head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -12,15 +12,17 @@ the draft's probabilities add up to 1.2 for 8 nodes and to 1.6 for 16:
     n      1 + E    r T     gain
     0      1.0      1.6     -0.6
     8      2.2      1.92     0.28      <- taken
-    16     2.6      3.2     -0.6       the kernels' next step is too dear, all n in between were looked at, too
+    16     2.6      3.2     -0.6       the kernels' next step is too dear
 
 The draft is made before n is chosen, so its own cost no longer counts then; but if gain(n) - gain(0) is not worth the
-time that drafting took, the next steps go without. T has steps, because kernels work on blocks of rows; so every n is
-tried. It is measured: by a few passes over junk when
-a model is first used (`calibrate`), and from then on by every real step. Nothing of this can change the text, only its
-speed.
+time that drafting took, the next steps go without. Only a few n are tried (SIZES): kernels work on blocks of rows, so T
+has steps and hardly any width between is better; and the first pass of a width is slow (4 ms on the bundled model, as
+long as a pass, because oneDNN compiles a kernel for the shape), so a text had better use few of them. T is measured: by
+a few passes over junk when a model is first used (`calibrate`), and from then on by every real step. Nothing of this
+can change the text, only its speed.
 """
 
+import itertools
 import time
 import weakref
 from bisect import bisect_left, insort
@@ -31,27 +33,35 @@ import torch
 
 from tree import DraftTree
 
-MOST = 64  # nodes at most: beyond, a drafter has nothing likely left to say
+SIZES = (4, 8, 12, 16, 24, 32, 48, 64)  # drafts of these numbers of nodes; a drafter may make less
+MOST = SIZES[-1]  # beyond, a drafter has nothing likely left to say
 
 
 class CostCurve:
     """T(rows): seconds of a forward pass, from what was seen; between widths seen by interpolation.
 
-    A value is a running mean over about the last ten passes of that width; a pass that took more than three times as
-    long (the machine did something else) counts as three times.
+    T is `shape[rows]` times `scale`. The machine has slow minutes and the prefix grows, which all widths feel alike; so
+    every pass corrects the scale, and more cautiously its own width's shape: then it is known what the others cost now.
+    A pass that took more than three times as long as expected counts as three times; the very first of a width (see
+    above) not at all.
     """
 
     def __init__(self) -> None:
-        self.rows: list[int] = []  # widths seen, ascending
-        self.seconds: dict[int, float] = {}
+        self.rows: list[int] = []  # widths measured, ascending
+        self.shape: dict[int, float] = {}
+        self.scale = 1.0
+        self.seen: set[int] = set()  # widths that had their first pass
 
     def learn(self, rows: int, seconds: float) -> None:
-        known = self.seconds.get(rows)
-        if known is None:
+        if rows not in self.seen:
+            self.seen.add(rows)
+        elif rows not in self.shape:
             insort(self.rows, rows)
-            self.seconds[rows] = seconds
+            self.shape[rows] = seconds / self.scale
         else:
-            self.seconds[rows] = known + 0.1 * (min(seconds, 3 * known) - known)
+            error = min(seconds / (self.scale * self.shape[rows]), 3.0) - 1
+            self.scale *= 1 + 0.1 * error
+            self.shape[rows] *= 1 + 0.03 * error
 
     def __call__(self, rows: int) -> float:
         """Seconds for this many rows. Without any measurement 0; outside the measured range the nearest, in proportion
@@ -60,13 +70,13 @@ class CostCurve:
             return 0.0
         i = bisect_left(self.rows, rows)
         if i < len(self.rows) and self.rows[i] == rows:
-            return self.seconds[rows]
+            return self.scale * self.shape[rows]
         if i == 0 or i == len(self.rows):
             near = self.rows[0 if i == 0 else -1]
-            return self.seconds[near] * (32 + rows) / (32 + near)
+            return self.scale * self.shape[near] * (32 + rows) / (32 + near)
         low, high = self.rows[i - 1], self.rows[i]
         share = (rows - low) / (high - low)
-        return self.seconds[low] * (1 - share) + self.seconds[high] * share
+        return self.scale * (self.shape[low] * (1 - share) + self.shape[high] * share)
 
 
 _curves: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -87,21 +97,21 @@ def calibrate(model: Any, cache: Any, curve: CostCurve, limit: float = 0.4) -> N
     The junk rows see the past and themselves (any mask would do): `cache.keep` then drops them.
     """
     base, began = cache.length, time.perf_counter()
-    for rows in (1, 1, 9, 17, 33, 5, 65, 13, 25, 49):  # the first pass of all is slower, and counts for a tenth later
-        if rows > cache.capacity - base or time.perf_counter() - began > limit:
-            continue
-        positions = [min(base, model.n_ctx - 1)] * rows
-        mask = torch.ones(rows, base + rows, dtype=torch.bool)
-        mask[:, base:] = torch.eye(rows, dtype=torch.bool)
-        started = time.perf_counter()
-        with torch.no_grad():
-            logits = model([0] * rows, positions, mask if rows > 1 else None, cache)
-        logits[-1, 0].item()  # a GPU is waited for
-        if rows == 1:
-            curve.seconds.pop(1, None)
-            curve.rows[:] = [known for known in curve.rows if known != 1]
-        curve.learn(rows, time.perf_counter() - started)
-        cache.keep(base, [])
+    for rows in (1, 9, 17, 5, 13, 33, 25, 65, 49):
+        times = []
+        while len(times) < 3 and rows <= cache.capacity - base and time.perf_counter() - began < limit:
+            positions = [min(base, model.n_ctx - 1)] * rows
+            mask = torch.ones(rows, base + rows, dtype=torch.bool)
+            mask[:, base:] = torch.eye(rows, dtype=torch.bool)
+            started = time.perf_counter()
+            with torch.no_grad():
+                logits = model([0] * rows, positions, mask if rows > 1 else None, cache)
+            logits[-1, 0].item()  # a GPU is waited for
+            times.append(time.perf_counter() - started)
+            cache.keep(base, [])
+        if len(times) > 1:
+            curve.seen.add(rows)
+            curve.learn(rows, min(times))
 
 
 class Fixed:
@@ -148,6 +158,7 @@ class Auto:
         self.drafting = 0.0  # seconds that it takes to draft
         self.drafted = False  # in this step
         self.last = 16  # nodes that paid last
+        self.asked = 0  # drafts so far
         self.rest = self.pause = 0  # steps left to rest, and how long the next rest will be
         self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
         self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
@@ -160,7 +171,9 @@ class Auto:
         if self.rest:
             self.rest -= 1
             return 0
-        return min(MOST, self.last + self.last // 2 + 4)
+        self.asked += 1
+        step = 1 if self.asked % 4 == 0 else 0  # now and then a draft of the next size, to see whether it would pay
+        return SIZES[min(bisect_left(SIZES, self.last) + step, len(SIZES) - 1)]
 
     def probabilities(self, draft: DraftTree) -> Sequence[float]:
         return draft.probs or [taken / tried for taken, tried in zip(self.taken, self.tried)]
@@ -171,10 +184,9 @@ class Auto:
         rate = self.tokens / self.seconds if self.seconds else 1 / max(self.curve(1), 1e-9)
         honest = self.accepted / self.expected
         plain = best_gain = -rate * self.curve(1)  # the 1 in all gains is left out
-        best, expected = 0, 0.0
-        for n, p in enumerate(self.probabilities(draft)[: len(draft)], 1):
-            expected += p * honest
-            gain = expected - rate * self.curve(n + 1)
+        best, expected = 0, [0.0, *itertools.accumulate(self.probabilities(draft)[: len(draft)])]
+        for n in (*SIZES[: bisect_left(SIZES, len(draft))], len(draft)):
+            gain = expected[n] * honest - rate * self.curve(n + 1)
             if gain > best_gain:
                 best, best_gain = n, gain
         if best_gain - plain <= rate * self.drafting:

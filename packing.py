@@ -33,7 +33,7 @@ def packed(weight: Tensor) -> Tensor | None:
 
 def apply_packed(x: Tensor, copy: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias with a packed W: (..., n_in) -> (..., n_out)."""
-    return torch.ops.mkldnn._linear_pointwise(x, copy, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, copy, bias, "none", [], "")
 
 
 class Packable(nn.Module):

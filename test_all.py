@@ -35,7 +35,7 @@ import packing
 import trie as trie_module
 import weights
 from blend import CELLS, Calibration
-from budget import MOST, Auto, CostCurve, calibrate, curve_of
+from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
 from counts import WIDE, Counts, Node, Writer
 from lookahead import NearTie, decode, first_difference, generate, near_tie
 from model import GPT, GPTConfig, KVCache
@@ -1446,15 +1446,16 @@ def test_the_other_modes_by_hand():
 def test_cost_curve_interpolates_and_forgets_outliers():
     curve = CostCurve()
     assert curve(1) == curve(50) == 0
-    for rows, seconds in ((1, 1.0), (17, 3.0), (9, 1.5)):
-        curve.learn(rows, seconds)
+    for rows, seconds in ((1, 9.0), (1, 1.0), (17, 9.0), (17, 3.0), (9, 9.0), (9, 1.5), (33, 9.0)):
+        curve.learn(rows, seconds)  # the first pass of a width does not count
     assert [curve(n) for n in (1, 9, 17)] == [1.0, 1.5, 3.0] and curve(5) == pytest.approx(1.25)
     assert curve(13) == pytest.approx(2.25) and curve(66) == pytest.approx(3.0 * 98 / 49)
     curve.learn(9, 100.0)
-    assert curve(9) == pytest.approx(1.5 + 0.1 * 3.0)
+    assert curve(9) == pytest.approx(1.5 * 1.2 * 1.06)  # as if it had taken three times as long
     for _ in range(100):
         curve.learn(9, 2.0)
     assert curve(9) == pytest.approx(2.0, rel=1e-3)
+    assert 1.1 < curve(1) < 2.0 / 1.5  # everything became slower, as far as can be told from one width
 
 
 def test_auto_takes_the_number_of_nodes_with_the_largest_gain():
@@ -1462,7 +1463,7 @@ def test_auto_takes_the_number_of_nodes_with_the_largest_gain():
     for seed in range(200):
         rng = random.Random(seed)
         curve = CostCurve()
-        for rows in range(1, 70):
+        for rows in (*range(1, 70), *range(1, 70)):
             curve.learn(rows, 1.0 + 0.5 * (rows // rng.choice([8, 16])) * rng.random() + 0.002 * rows)
         auto = Auto(curve)
         for _ in range(rng.randint(0, 5)):
@@ -1473,13 +1474,14 @@ def test_auto_takes_the_number_of_nodes_with_the_largest_gain():
         draft = DraftTree(range(len(probs)), [-1] * len(probs), probs)
         rate = auto.tokens / auto.seconds if auto.seconds else 1 / curve(1)
         honest = auto.accepted / auto.expected
-        gains = [1 + honest * sum(probs[:n]) - rate * curve(n + 1) for n in range(len(probs) + 1)]
-        assert gains[len(auto.cut(draft))] == pytest.approx(max(gains))
+        sizes = [n for n in (0, *SIZES, len(probs)) if n <= len(probs)]
+        gains = {n: 1 + honest * sum(probs[:n]) - rate * curve(n + 1) for n in sizes}
+        assert gains[len(auto.cut(draft))] == pytest.approx(max(gains.values()))
 
 
 def test_auto_rests_when_nothing_pays_and_wakes_when_it_does():
     curve = CostCurve()
-    for rows in range(1, 70):
+    for rows in (*range(1, 70), *range(1, 70)):
         curve.learn(rows, 0.01 + 0.001 * rows)
     auto, asked = Auto(curve), 0
     for _ in range(300):

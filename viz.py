@@ -77,19 +77,47 @@ def draw_replay(rows: Sequence[Any], edges: Sequence[float], out: Path, title: s
 
 
 def draw_cost(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """T(n) against F.linear and the two bounds."""
+    """T(n) against F.linear and the two bounds; with several prefixes also T by prefix."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
-    x = [row["rows"] for row in rows]
-    axes.plot(x, [row["f_linear_ms"] for row in rows], "o-", color="#9a8c98", label="the same model with F.linear")
-    axes.plot(x, [row["ms"] for row in rows], "o-", color="#0b6e4f", label="this repository")
-    bound = [max(row["read_bound_ms"], row["compute_bound_ms"]) for row in rows]
-    axes.plot(x, bound, "--", color="black", linewidth=1, label="bound: reading weights, then arithmetic")
+    prefixes, widths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("prefix", "rows"))
+    first = [row for row in rows if row["prefix"] == prefixes[0]]
+    axes.plot(widths, [row["f_linear_ms"] for row in first], "o-", color="#9a8c98", label="the same with F.linear")
+    axes.plot(widths, [row["ms"] for row in first], "o-", color="#0b6e4f", label="this repository")
+    bound = [max(row["read_bound_ms"], row["compute_bound_ms"]) for row in first]
+    axes.plot(widths, bound, "--", color="black", linewidth=1, label="bound: reading weights, then arithmetic")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("rows of the forward pass (1 + drafted nodes)")
+    axes.set_xlabel(f"rows of the forward pass (1 + drafted nodes), behind {prefixes[0]} tokens")
     axes.set_ylabel("milliseconds")
     axes.set_title(title.replace(" (", "\n("), fontsize=8)
     axes.legend()
-    return [_save(figure, out / "cost.png")]
+    pictures = [_save(figure, out / "cost.png")]
+    if len(prefixes) > 1:
+        figure, axes = plt.subplots(figsize=(7, 4.5))
+        for n in widths:
+            times = [row["ms"] for row in rows if row["rows"] == n]
+            axes.plot(prefixes, times, "o-", label=f"{n} row{'s' * (n > 1)}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens in the cache")
+        axes.set_ylabel("milliseconds")
+        axes.set_title(title.replace(" (", "\n("), fontsize=8)
+        axes.legend(fontsize=8)
+        pictures.append(_save(figure, out / "cost_by_prefix.png"))
+    return pictures
+
+
+def draw_growth(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
+    """Microseconds to insert a token and to make a draft, by tokens inserted."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    x = [row["tokens"] for row in rows]
+    axes.plot(x, [row["retrieve_us"] for row in rows], "o-", color="#0b6e4f", label="to make a draft")
+    axes.plot(x, [row["insert_us"] for row in rows], "o-", color="#c8553d", label="to insert a token")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens inserted")
+    axes.set_ylabel("microseconds")
+    axes.set_title(title.replace(" (", "\n("), fontsize=8)
+    axes.legend()
+    return [_save(figure, out / "growth.png")]
 
 
 def draw_speed(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
