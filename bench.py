@@ -27,6 +27,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -218,8 +219,14 @@ def run_speed(args: argparse.Namespace) -> int:
     model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
     tokenizer = Tokenizer.for_model(model)
     pairs = read_pairs(args.responses, model.vocab_size)
-    replayed = args.model == "124m"
-    if replayed:
+    replayed = args.random or args.model == "124m"
+    if args.random:
+        rng, warm = random.Random(7), pairs[: args.warm]
+        texts = [
+            [rng.randrange(model.vocab_size) for _ in range(40 + args.max_new_tokens)] for _ in range(args.problems)
+        ]
+        asked = [(text[:40], text[40:]) for text in texts]
+    elif replayed:
         warm = pairs[: max(len(pairs) - args.problems, 0)][: args.warm]
         asked = pairs[len(warm) :][: args.problems]
     else:
@@ -240,7 +247,9 @@ def run_speed(args: argparse.Namespace) -> int:
     if args.model in BUNDLED and args.device == "cpu" and sys.platform != "win32":
         remarks.append(starting(args.model, args.dtype, args.repeat))
     about = describe(args, model) | {"problems": len(asked), "warm": len(warm), "remarks": remarks, "skipped": skipped}
-    kind = "recorded responses, real forwards" if replayed else "greedy decoding"
+    kind = "greedy decoding"
+    if replayed:
+        kind = f"{'random tokens' if args.random else 'recorded responses'}, real forwards"
     heading = f"{args.model}, {len(asked)} problems, {kind}, trie warmed with {len(warm)} ({machine(about)}):"
     return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
 
@@ -334,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--warm", type=int, default=200, metavar="N", help="responses inserted first")
             one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
             one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+            one.add_argument("--random", action="store_true", help="decode random tokens: nothing can be guessed")
             one.add_argument("--budget", nargs="+", type=lambda text: text if text == "auto" else int(text),
                              default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")  # fmt: skip
     for name, one in commands.choices.items():

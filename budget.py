@@ -25,7 +25,7 @@ can change the text, only its speed.
 import itertools
 import time
 import weakref
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,12 +153,11 @@ class Auto:
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
-        self.tokens, self.seconds = 0.0, 0.0  # of the recent past, fading by a tenth each step
-        self.expected, self.accepted = 10.0, 10.0  # sums of estimates and of accepted nodes, fading by a fiftieth
+        self.tokens, self.seconds = 0.0, 0.0  # of the recent past, fading by a twentieth each step
+        self.expected, self.accepted = 3.0, 3.0  # sums of estimates and of accepted nodes, fading by a fiftieth
         self.drafting = 0.0  # seconds that it takes to draft
         self.drafted = False  # in this step
         self.last = 16  # nodes that paid last
-        self.asked = 0  # drafts so far
         self.rest = self.pause = 0  # steps left to rest, and how long the next rest will be
         self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
         self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
@@ -171,9 +170,7 @@ class Auto:
         if self.rest:
             self.rest -= 1
             return 0
-        self.asked += 1
-        step = 1 if self.asked % 4 == 0 else 0  # now and then a draft of the next size, to see whether it would pay
-        return SIZES[min(bisect_left(SIZES, self.last) + step, len(SIZES) - 1)]
+        return SIZES[min(bisect_right(SIZES, self.last), len(SIZES) - 1)]
 
     def probabilities(self, draft: DraftTree) -> Sequence[float]:
         return draft.probs or [taken / tried for taken, tried in zip(self.taken, self.tried)]
@@ -198,8 +195,8 @@ class Auto:
 
     def learn(self, draft: DraftTree, accepted: Sequence[int], tokens: int, seconds: Sequence[float]) -> None:
         self.curve.learn(len(draft) + 1, seconds[1])
-        self.tokens = 0.9 * self.tokens + tokens
-        self.seconds = 0.9 * self.seconds + sum(seconds)
+        self.tokens = 0.95 * self.tokens + tokens
+        self.seconds = 0.95 * self.seconds + sum(seconds)
         if self.drafted:
             self.drafting += 0.1 * (seconds[0] - self.drafting)
             self.drafted = False
