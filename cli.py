@@ -7,7 +7,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 
 import weights
-from lookahead import Generation, NearTie, Step, decode, first_difference, near_tie
+from lookahead import decode, first_difference, generate_many, near_tie
 from model import GPT
 from sampling import Greedy, Picker, Sampler
+from screen import as_json, finite, note, print_comparison, print_summary, speed, stream
 from tokenizer import Tokenizer
 from trie import MODES, TokenTrie
 
@@ -74,6 +74,19 @@ def make_parser() -> Parser:
     text.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that weigh P; 1: all"
     )
+    text.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="sample from tokens P times as likely as the best; 0: all"
+    )
+    text.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 what was said becomes less likely"
+    )
+    text.add_argument(
+        "--num-return-sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="independent samples of one prompt (default: 1)",
+    )
     text.add_argument("--seed", type=int, default=0, help="another seed, another sample (default: 0)")
     draft = parser.add_argument_group("lookahead")
     draft.add_argument(
@@ -103,9 +116,9 @@ def make_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code. A user's mistake ends in one line on stderr and code 2."""
-    for stream in (sys.stdout, sys.stderr):
+    for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
-            stream.reconfigure(errors="replace")  # a terminal without "é" shows "?" instead of dying
+            output.reconfigure(errors="replace")  # a terminal without "é" shows "?" instead of dying
     args = make_parser().parse_args(argv)
     try:
         if sys.stdout is None:
@@ -142,6 +155,9 @@ def run(args: argparse.Namespace) -> int:
     for name in ("json", "compare", "prompt", "prompt_file"):
         if args.interactive and getattr(args, name):
             raise ValueError(f"--interactive reads its prompts itself: leave out --{name.replace('_', '-')}")
+    for name in ("compare", "interactive", "trace"):
+        if args.num_return_sequences != 1 and getattr(args, name):
+            raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
     if args.trace and args.json:
         raise ValueError("--json prints one object and nothing else: leave out --trace")
     if args.warmup == "-" and (args.interactive or "-" in (args.prompt, args.prompt_file)):
@@ -188,6 +204,8 @@ def once(
     if "\\n" in prompt and "\n" not in prompt:
         note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
     prompt_ids = tokenizer.encode(prompt)
+    if args.num_return_sequences != 1:
+        return many(args, model, tokenizer, trie, settings, prompt_ids)
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that
         for _ in decode(model, prompt_ids, **settings | {"max_new_tokens": min(8, args.max_new_tokens)}):
             pass
@@ -224,6 +242,25 @@ def once(
             f"lookahead: the texts differ from new token {tie.position} on, by {tie.gap:.3g}: an error", file=sys.stderr
         )
         return 1
+    return 0
+
+
+def many(
+    args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any],
+    prompt_ids: list[int],
+) -> int:  # fmt: skip
+    """Several samples, one after another. Returns the exit code."""
+    generations = generate_many(
+        model, prompt_ids, args.num_return_sequences, drafter=trie, budget=args.budget, **settings
+    )
+    if args.json:
+        print(json.dumps({"sequences": [as_json(generation, tokenizer) for generation in generations]}))
+        return 0
+    for number, generation in enumerate(generations, 1):
+        about = f"{len(generation.tokens)} tokens, {generation.tokens_per_step:.2f} per step"
+        print(f"--- {number} ({about})\n{as_json(generation, tokenizer)['text']}")
+    tokens, seconds = (sum(values) for values in zip(*((len(g.tokens), g.seconds) for g in generations)))
+    print(f"\n{len(generations)} samples, {tokens} tokens, {tokens / seconds:.0f} tokens/s, the prompt read once")
     return 0
 
 
@@ -280,8 +317,8 @@ def interactive(
 
 def make_picker(args: argparse.Namespace) -> Picker:
     # Made even for greedy decoding, so that a bad --top-p is noticed.
-    sampler = Sampler(args.temperature or 1.0, args.top_k, args.top_p, args.seed)
-    return sampler if args.temperature else Greedy()
+    sampler = Sampler(args.temperature or 1.0, args.top_k, args.top_p, args.seed, args.min_p, args.repetition_penalty)
+    return sampler if args.temperature else Greedy(args.repetition_penalty)
 
 
 def check_device(name: str) -> torch.device:
@@ -337,109 +374,6 @@ def read_responses(file: str) -> Iterator[str]:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f'{file}: record {number} is no JSON object with a "response" text') from None
         yield response
-
-
-# --- output ----------------------------------------------------------------------------------------------------------
-
-
-def note(args: argparse.Namespace, text: str) -> None:
-    if not args.json:
-        print(f"note: {text}", file=sys.stderr)
-
-
-def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace | None) -> tuple[Generation, float]:
-    """Run a decode to its end, printing text as it comes if wanted; also the seconds until the first text."""
-    show = args is not None and not args.json
-    colour = show and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    text = tokenizer.stream()
-    done: list[Step] = []
-    began, paused, first = time.perf_counter(), 0.0, 0.0
-    for step in steps:
-        step.logits = None
-        done.append(step)
-        arrived = time.perf_counter()
-        first = first or arrived - began
-        if show and args.trace:
-            print_trace(len(done) - 1, step, tokenizer)
-        elif show:
-            for i, token in enumerate(step.tokens):
-                piece = text.push([token] if token != tokenizer.eot else [])
-                drafted = i < len(step.accepted)
-                sys.stdout.write(f"\033[32m{piece}\033[0m" if colour and drafted and piece else piece)
-            sys.stdout.flush()
-        paused += time.perf_counter() - arrived  # printing is not decoding
-    seconds = time.perf_counter() - began - paused
-    if show and args.trace:
-        print(tokenizer.decode(token for step in done for token in step.tokens if token != tokenizer.eot))
-    elif show:
-        print(text.close())
-    return Generation.of(done, seconds), first
-
-
-def print_trace(number: int, step: Step, tokenizer: Tokenizer) -> None:
-    """One step: its draft tree with probabilities, the accepted nodes, what was emitted."""
-    emitted = " ".join(repr(tokenizer.decode([token])) for token in step.tokens)
-    name = "prefill" if step.prefill else f"step {number}"
-    print(f"{name}: {len(step.accepted)} of {len(step.draft)} nodes accepted, emitted {emitted}")
-    if step.draft:
-        print(step.draft.render(tokenizer.decode, step.accepted))
-
-
-def speed(generation: Generation) -> float:
-    return len(generation.tokens) / generation.seconds
-
-
-def finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None  # JSON has no nan
-
-
-def as_json(generation: Generation, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`tokens` are the new ids, a stop token included; `steps` counts decode steps; `text` is without the stop."""
-    shown = [token for token in generation.tokens if token != tokenizer.eot]
-    return {
-        "text": tokenizer.decode(shown),
-        "tokens": generation.tokens,
-        "steps": len(generation.steps),
-        "tokens_per_step": finite(generation.tokens_per_step),
-        "seconds": generation.seconds,
-        "tokens_per_second": speed(generation),
-        "finish_reason": generation.finish_reason,
-    }
-
-
-REASONS = {"stop": "end of text", "length": "--max-new-tokens reached", "context": "the model's context is full"}
-
-
-def print_summary(generation: Generation, first_text: float, args: argparse.Namespace, model: GPT) -> None:
-    steps = len(generation.steps)
-    if steps:
-        per_step = f"{generation.tokens_per_step:.2f} tokens per step"
-        accepted = sum(len(step.accepted) for step in generation.steps)
-        drafted = sum(len(step.draft) for step in generation.steps)
-        per_step += f" ({accepted} of {drafted} drafted tokens accepted)" if not args.no_lookahead else ""
-    else:
-        per_step = "no decode step"
-    print(f"\n{len(generation.tokens)} tokens, {steps + bool(generation.tokens)} forward passes, {per_step}")
-    about = f"{args.model}, {args.device}, {args.dtype}"
-    if args.device == "cpu":
-        about += f", {torch.get_num_threads()} threads"
-    about += f", {model.nbytes / 1e6:.0f} MB of weights" + (" + as much packed" if model.packed is not None else "")
-    about += "; knows word problems only" if args.model in weights.BUNDLED else ""
-    print(
-        f"{speed(generation):.0f} tokens/s, {generation.seconds:.2f} s, first token after {first_text:.2f} s, "
-        f"{REASONS[generation.finish_reason]} [{about}]"
-    )
-
-
-def print_comparison(plain: Generation, ratio: float, tie: NearTie | None, proven: bool) -> None:
-    passes = len(plain.steps) + bool(plain.tokens)
-    if tie is None:
-        verdict = "identical, token for token"
-    else:
-        verdict = f"the same up to new token {tie.position}, then a "
-        verdict += f"near-tie (gap {tie.gap:.1g}, within rounding)" if proven else f"DIFFERENCE (gap {tie.gap:.3g})"
-    print(f"plain decoding: {len(plain.tokens)} tokens, {passes} forward passes, {speed(plain):.0f} tokens/s")
-    print(f"lookahead is {ratio:.2f} times as fast; texts: {verdict}")
 
 
 if __name__ == "__main__":

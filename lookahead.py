@@ -283,6 +283,31 @@ def generate(model: Any, prompt_ids: Sequence[int], **arguments: Any) -> Generat
     return Generation.of(steps, time.perf_counter() - began)
 
 
+def generate_many(
+    model: Any, prompt_ids: Sequence[int], num_return_sequences: int, *, picker: Any, **arguments: Any
+) -> list[Generation]:
+    """Independent samples of one prompt, which is read once: each decode starts from a copy of its cache.
+
+    `picker` must have `sample(number)`, as Sampler does; the first text is the one that `generate` writes with it.
+    Other arguments as for `decode`. With a trie as drafter each text drafts from those before it, too.
+
+    Raises ValueError for a number below 1, more than one greedy text (they are all the same), and as `decode` does.
+    """
+    if not isinstance(num_return_sequences, int) or num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences must be a whole number, 1 or more, not {num_return_sequences!r}")
+    if num_return_sequences > 1 and not hasattr(picker, "sample"):
+        raise ValueError("greedy decoding has one answer only: sample (temperature above 0) for several")
+    decode(model, prompt_ids, picker=picker, **arguments)  # checks everything; it would start at its first step
+    budget, most = arguments.get("budget", "auto"), arguments.get("max_new_tokens", 128)
+    room = MOST if budget == "auto" else budget
+    cache = model.new_cache(min(model.n_ctx, len(prompt_ids) + most) + room)
+    if len(prompt_ids) > 1:
+        with torch.no_grad():
+            model(list(prompt_ids)[:-1], cache=cache, rows=[len(prompt_ids) - 2])
+    pickers = [picker.sample(number) if number else picker for number in range(num_return_sequences)]
+    return [generate(model, prompt_ids, picker=each, cache=cache.fork(), **arguments) for each in pickers]
+
+
 # --- how two runs are compared ---------------------------------------------------------------------------------------
 
 # By how much the difference of two logits may change with the order of addition, in units of eps * the largest |logit|,

@@ -25,8 +25,9 @@ is decided before any draft is seen. Drafts only change how many forward passes 
 (Drafter-invariance: Daliri, Musco, Suresh 2024, arXiv 2408.07978.)
 """
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -50,25 +51,59 @@ class Picker(Protocol):
         """The (vocab_size,) noise added at `position`, or None."""
 
 
+Processor = Callable[[Tensor, Sequence[int]], Tensor]  # (vocab_size,) scores and the tokens before -> scores
+
+
 class Greedy:
-    """The most probable token; the first of equals."""
+    """The most probable token; the first of equals.
+
+    repetition_penalty  what stands in the context already is made less probable: its logit is divided by this if
+                        positive, multiplied if negative (Keskar et al. 2019, arXiv 1909.05858). 1 is off, below 1
+                        invites repetition. The prompt counts, as it does in transformers.
+    processors          functions of your own, (logits, context) -> logits, applied in turn after the penalty. They must
+                        be pure: the same arguments, the same result.
+
+    Both depend on the context, and in a draft tree every node has its own: the decoder's walk hands over the text up to
+    the very node it stands on, so what they forbid is forbidden at the same places as in plain decoding.
+
+    Raises ValueError for a penalty that is not a positive number.
+    """
+
+    def __init__(self, repetition_penalty: float = 1.0, processors: Iterable[Processor] = ()) -> None:
+        if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty must be a positive number, 1 for none, not {repetition_penalty}")
+        self.repetition_penalty, self.processors = repetition_penalty, tuple(processors)
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
-        return int(logits.argmax())
+        return int(self.process(logits, context).argmax())
 
     def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if self.repetition_penalty != 1:
+            seen = torch.tensor(sorted(set(context)), device=logits.device)
+            scores = logits[seen]
+            scores = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
+            logits = logits.index_copy(0, seen, scores)
+        for processor in self.processors:
+            processed = processor(logits, context)
+            if processed.shape != logits.shape:
+                raise ValueError(f"a processor made {tuple(processed.shape)} of logits of {tuple(logits.shape)}")
+            logits = processed
         return logits
 
     def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
         return None
 
 
-class Sampler:
-    """Sampling with temperature, top-k and top-p, applied in this order, with the meaning they have in transformers.
+class Sampler(Greedy):
+    """Sampling, with the meaning and the order that these have in transformers: penalty and own processors as in
+    `Greedy`, then temperature, top_k, top_p, min_p.
 
     temperature  divides the logits; below 1 sharper, above 1 flatter; at least 0.0001. For 0 use Greedy.
     top_k        keep the k most probable tokens (and those as probable as the k-th); 0 keeps all.
     top_p        keep the smallest set of most probable tokens whose probabilities add up to top_p; 1 keeps all.
+    min_p        keep tokens at least min_p times as probable as the most probable one; 0 keeps all.
     seed         any whole number; another seed is another, independent text.
 
     Raises ValueError for values outside these ranges.
@@ -76,7 +111,17 @@ class Sampler:
 
     KEPT = 64  # noise vectors kept: a draft tree asks for the same few positions again and again
 
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        processors: Iterable[Processor] = (),
+    ) -> None:
+        super().__init__(repetition_penalty, processors)
         if not (math.isfinite(temperature) and temperature >= 1e-4):
             raise ValueError(f"temperature must be at least 0.0001, not {temperature} (for 0, decode greedily)")
         if not isinstance(top_k, int) or top_k < 0:
@@ -85,17 +130,24 @@ class Sampler:
             raise ValueError(f"seed must be a whole number, not {seed}")
         if not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {top_p}")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+        if not 0 <= min_p <= 1:
+            raise ValueError(f"min_p must be 0 (off) to 1, not {min_p}")
+        self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
         self._noise: dict[tuple, Tensor] = {}
+
+    def sample(self, number: int) -> "Sampler":
+        """The same sampler for independent text `number`: with a seed of its own, 0 being this one."""
+        other = copy.copy(self)
+        other.seed = mix64(self.seed + mix64(number)) if number else self.seed
+        other._noise = {}
+        return other
 
     def pick(self, logits: Tensor, position: int, context: Sequence[int]) -> int:
         scores = self.process(logits, context)
         return int((scores + self.noise(position, scores.shape[-1], scores.device)).argmax())
 
     def process(self, logits: Tensor, context: Sequence[int]) -> Tensor:
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        scores = logits / self.temperature
+        scores = super().process(logits, context) / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
             kth = scores.topk(self.top_k).values[-1]
             scores = scores.masked_fill(scores < kth, -torch.inf)
@@ -105,6 +157,9 @@ class Sampler:
             drop = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
             drop[-1] = False
             scores = scores.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), -torch.inf)
+        if self.min_p > 0:
+            p = scores.softmax(-1)
+            scores = scores.masked_fill(p < self.min_p * p.max(), -torch.inf)
         return scores
 
     def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:

@@ -39,7 +39,7 @@ import weights
 from blend import CELLS, Calibration
 from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
 from counts import WIDE, Counts, Node, Writer
-from lookahead import NearTie, decode, first_difference, generate, near_tie
+from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
 from model import GPT, GPTConfig, KVCache
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
@@ -760,15 +760,24 @@ def test_noise_is_uniform_and_independent_between_seeds_and_positions():
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.4, "top_k": 9, "top_p": 0.9}]
+    "settings",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.7},
+        {"temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.8},
+    ],
 )
 def test_sampler_draws_from_its_distribution(settings):
     logits = 3 * (hash_uniform(1, 2, 12) - 0.5).float()
-    p = Sampler(**settings).process(logits, ()).double().softmax(-1)
+    p = Sampler(**settings).process(logits, (4, 7)).double().softmax(-1)
     n, one = 6000, Sampler(seed=11, **settings)
     for name, pick in {
-        "seeds": lambda i: Sampler(seed=i, **settings).pick(logits, 3, ()),
-        "positions": lambda i: one.pick(logits, i, ()),
+        "seeds": lambda i: Sampler(seed=i, **settings).pick(logits, 3, (4, 7)),
+        "positions": lambda i: one.pick(logits, i, (4, 7)),
     }.items():
         counts = Counter(pick(i) for i in range(n))
         assert all(p[token] > 0 for token in counts), name
@@ -784,6 +793,15 @@ def test_processing_by_hand():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     for top_p, size in ((0.4, 1), (0.5, 1), (0.6, 2), (0.79, 2), (0.9, 3), (0.96, 4), (1e-9, 1)):
         assert int(Sampler(top_p=top_p).process(p.log(), ()).isfinite().sum()) == size, top_p
+    for min_p, size in ((0.0, 4), (0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (0.61, 1), (1.0, 1)):
+        assert int(Sampler(min_p=min_p).process(p.log(), ()).isfinite().sum()) == size, min_p
+    scores = torch.tensor([2.0, -2.0, 1.0, -1.0])
+    assert Greedy(2.0).process(scores, [1, 0, 1]).tolist() == [1.0, -4.0, 1.0, -1.0]  # seen twice, punished once
+    assert scores.tolist() == [2.0, -2.0, 1.0, -1.0]  # whoever gave them keeps them
+    ban = [lambda logits, context: logits.index_fill(0, torch.tensor(context[-1:]), -math.inf)]
+    assert [Greedy(processors=ban).pick(scores, 0, [token]) for token in (0, 1)] == [2, 0]
+    with pytest.raises(ValueError, match="a processor made"):
+        Greedy(processors=[lambda logits, context: logits[:2]]).pick(scores, 0, [0])
     assert Greedy().pick(logits, 0, ()) == 1
     assert Sampler(top_k=1, seed=5).pick(logits, 0, ()) == 1
 
@@ -795,14 +813,46 @@ def test_processing_equals_transformers():
         logits = 4 * torch.randn(50, generator=generator)
         rng = random.Random(case)
         t, k, p = rng.uniform(0.3, 2), rng.randint(1, 60), rng.uniform(0.05, 0.999)
+        min_p, penalty = rng.uniform(0.001, 0.3), rng.uniform(0.5, 2)
+        context = [rng.randrange(50) for _ in range(rng.randint(1, 60))]
         theirs = logits[None]
-        for warper in (
+        for processor in (
+            transformers.RepetitionPenaltyLogitsProcessor(penalty),
+            lambda ids, scores: scores * 1.5,  # generate puts a user's own here
             transformers.TemperatureLogitsWarper(t),
             transformers.TopKLogitsWarper(k),
             transformers.TopPLogitsWarper(p),
+            transformers.MinPLogitsWarper(min_p),
         ):
-            theirs = warper(None, theirs)
-        assert torch.equal(Sampler(t, k, p).process(logits, ()), theirs[0])
+            theirs = processor(torch.tensor([context]), theirs)
+        sampler = Sampler(t, k, p, 0, min_p, penalty, [lambda scores, context: scores * 1.5])
+        assert torch.equal(sampler.process(logits, context), theirs[0])
+
+
+def test_samples_share_one_prefill_and_are_independent():
+    model = toy(n_ctx=48)
+    seen, forward = [], model.forward
+    model.forward = lambda tokens, *args, **settings: seen.append(len(tokens)) or forward(tokens, *args, **settings)
+    prompt, settings = [3, 1, 4, 1, 5, 9, 2, 6], {"max_new_tokens": 12, "picker": Sampler(1.0, seed=8)}
+    for drafter in (None, TokenTrie(29)):
+        seen.clear()
+        many = generate_many(model, prompt, 5, drafter=drafter, budget=6, **settings)
+        assert seen.count(7) >= 1 and max(seen) == 7  # all but the last token are read once, for all
+        assert sum(seen) - 7 == sum(1 + sum(1 + len(step.draft) for step in g.steps) for g in many)
+        assert many[0].tokens == generate(model, prompt, **settings).tokens
+        assert len({tuple(g.tokens) for g in many}) == 5
+        for number, generation in enumerate(many):
+            picker = settings["picker"].sample(number)
+            assert generation.tokens == generate(model, prompt, **settings | {"picker": picker}).tokens
+    assert len({Sampler(seed=seed).sample(number).seed for seed in range(50) for number in range(50)}) == 2500
+    assert len(generate_many(model, [3], 2, **settings)) == 2
+    # The first token of many samples is distributed as the model says.
+    p = model(prompt)[-1].softmax(-1)
+    firsts = Counter(g.tokens[0] for g in generate_many(model, prompt, 3000, **settings | {"max_new_tokens": 1}))
+    assert chi_square_p([firsts[t] for t in range(29)], [3000 * float(x) for x in p]) > FALSE_ALARM
+    for number, picker, message in ((0, Sampler(), "1 or more"), (2, Greedy(), "one answer only")):
+        with pytest.raises(ValueError, match=message):
+            generate_many(model, prompt, number, picker=picker)
 
 
 def test_sampler_refuses():
@@ -815,6 +865,11 @@ def test_sampler_refuses():
         {"top_k": 1.5},
         {"top_k": math.inf},
         {"seed": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
         {"top_p": 0},
         {"top_p": 1.1},
         {"top_p": math.nan},
@@ -1289,7 +1344,7 @@ def test_trie_files_are_refused_in_one_line(tmp_path):
     (tmp_path / "short").write_bytes(data[:-9])
     (tmp_path / "text").write_text("no trie at all")
     save_file({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "foreign")
-    (tmp_path / "later").write_bytes(data.replace(b'"version":"2"', b'"version":"9"'))
+    (tmp_path / "later").write_bytes(data.replace(b'"version":"3"', b'"version":"9"'))
     (tmp_path / "mode").write_bytes(data.replace(b"best-first", b"best-worst"))
     rng = random.Random(1)
     for _ in range(200):  # a flipped bit is noticed wherever it is, unless it changes nothing (spaces in the header)
@@ -1547,11 +1602,22 @@ def test_calibration_leaves_no_trace():
 # --- lookahead.py: identical ----------------------------------------------------------------------------------------
 
 
+def no_pair_twice(logits: torch.Tensor, context: list[int]) -> torch.Tensor:
+    """A processor that forbids what would repeat a pair of tokens: it depends on the whole text before."""
+    pairs = {b for a, b in itertools.pairwise(context) if a == context[-1]}
+    return logits.index_fill(0, torch.tensor(sorted(pairs), dtype=torch.long), -20.0)
+
+
 @every_kind
 @pytest.mark.parametrize(
     "picker",
-    [Greedy(), Sampler(1.0, seed=3), Sampler(0.8, top_k=9, top_p=0.9, seed=4)],
-    ids=["greedy", "sampled", "filtered"],
+    [
+        Greedy(),
+        Sampler(1.0, seed=3),
+        Sampler(0.8, top_k=9, top_p=0.9, seed=4),
+        Sampler(0.9, seed=5, min_p=0.02, repetition_penalty=1.4, processors=[no_pair_twice]),
+    ],
+    ids=["greedy", "sampled", "filtered", "contextual"],
 )
 def test_any_draft_gives_the_plain_text(picker, kind):
     """Junk drafts, oracle drafts, the trie; lengths, stops, contexts. In float64 not one token may differ."""

@@ -59,6 +59,7 @@ step with 37 nodes, where the paper's hierarchical mode makes 2.38. The small nu
 """
 
 import json
+import math
 import operator
 import os
 import shutil
@@ -72,6 +73,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch import Tensor
 
 from blend import BITS, CELLS, Blend, Calibration
 from counts import EMPTY, Counts, Node, Writer
@@ -84,7 +86,7 @@ MODES = ("best-first", "hierarchical", "parallel", "single")
 class TokenTrie:
     """The drafter: memory of all outputs, shared by all queries, and what was learned about trusting it.
 
-    vocab_size  of the model it drafts for, or None: not checked
+    vocab_size  of the model it drafts for, or None: not checked, and drafts do not foresee the noise of sampling
     max_depth   longest path, in tokens: a suffix of max_depth - 1 tokens and what followed. None: 5 in best-first
                 mode, where drafts run deeper than the trie, 8 in the paper's
     max_nodes   never exceeded: when it is reached, what is worth least is forgotten (counts.py). About 200 bytes each
@@ -117,7 +119,7 @@ class TokenTrie:
         self.vocab_size, self.max_depth, self.max_nodes, self.mode = vocab_size, max_depth, max_nodes, mode
         self.outputs = Counts(max_depth, max_nodes)
         self.blend = Blend(max_depth - 1)
-        self.calibration = Calibration()
+        self.calibration, self.foresight = Calibration(), Calibration()  # without and with known noise
 
     @property
     def n_nodes(self) -> int:
@@ -156,8 +158,11 @@ class TokenTrie:
 
         return PaperSession(self, prompt_ids)
 
-    FORMAT, VERSION = "lookahead-trie", "2"
-    LEARNED = (("blend", "weights"), ("blend", "trained"), ("calibration", "estimated"), ("calibration", "accepted"))
+    FORMAT, VERSION = "lookahead-trie", "3"
+    LEARNED = (
+        ("blend", "weights"), ("blend", "trained"), ("calibration", "estimated"), ("calibration", "accepted"),
+        ("foresight", "estimated"), ("foresight", "accepted"),
+    )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """One safetensors file, about 10 bytes a node; open sessions' own texts are not in it.
@@ -247,10 +252,12 @@ class TrieSession:
         for token in tokens:
             self._own_writer.write(token)
         self._recent = deque(tokens, maxlen=trie.max_depth - 1)
+        self._length = len(tokens)  # of the text so far: the position of the next token
         self._last = DraftTree([], [])  # the last draft, and its estimates, uncorrected
         self._estimates: list[float] = []
         self._steps = 0
-        trie.calibration.refresh()
+        self._curve = trie.calibration
+        self._curve.refresh()
         self._look_up()
 
     def _look_up(self) -> None:
@@ -286,10 +293,10 @@ class TrieSession:
         n = len(draft or ())
         if tokens and n and self._last.parents[:n] == draft.parents and self._last.tokens[:n] == draft.tokens:
             # The first n nodes of the last draft were verified. (Cut otherwise, nodes have other numbers: no lesson.)
-            self.trie.calibration.learn(self._estimates[:n], draft.walk(tokens))
+            self._curve.learn(self._estimates[:n], draft.walk(tokens))
             self._steps += 1
             if self._steps % 8 == 0:  # now and then is often enough for a curve of hundreds of steps
-                self.trie.calibration.refresh()
+                self._curve.refresh()
         for token in tokens:
             state = self._current()
             self.trie.blend.train(state, token)
@@ -297,6 +304,7 @@ class TrieSession:
             self._own_writer.write(token)
             self.state = self._after(state, token)
             self._recent.append(token)
+            self._length += 1
             self._time += 2
 
     def close(self) -> None:
@@ -315,10 +323,14 @@ class TrieSession:
         the tree is the next most probable of all. Candidates beyond the budget can never be taken and are dropped at
         once, and a node below the worst candidate need not be expanded. Probabilities are those of `_expand`, with two
         cuts: of a suffix with more than WIDE continuations only the WIDE most frequent are known, and shorter suffixes
-        are asked only while enough is left to hand out. `picker` is for drafters that foresee noise.
+        are asked only while enough is left to hand out. A `picker` with noise lets it look ahead (`_foresee`).
         """
+        size = self.trie.vocab_size
+        foresees = size is not None and picker is not None and picker.noise(self._length, size) is not None
+        self._curve = self.trie.foresight if foresees else self.trie.calibration
         tokens: list[int] = []
         parents: list[int] = []
+        depths: list[int] = []
         estimates: list[float] = []
         # (p, -parent, -token, state of the parent), sorted, best last; among equals the earlier parent, then the
         # smaller token is better. No two have the same parent and token, so states are never compared.
@@ -328,7 +340,12 @@ class TrieSession:
             if len(candidates) < left or p > candidates[0][0]:
                 if tokens:
                     state = self._after(state, tokens[-1])
-                for token, q in self._expand(state, p, self.ENOUGH / budget).items():
+                if foresees:
+                    noise = picker.noise(self._length + (depths[node] if tokens else 0), size)
+                    shares = self._foresee(self._expand(state, 1.0, self.ENOUGH / budget), p, noise)
+                else:
+                    shares = self._expand(state, p, self.ENOUGH / budget)
+                for token, q in shares.items():
                     if len(candidates) < left or q >= candidates[0][0]:
                         insort(candidates, (q, -node, -token, state))
                         if len(candidates) > left:
@@ -339,10 +356,32 @@ class TrieSession:
             node = len(tokens)
             tokens.append(-minus_token)
             parents.append(-minus_parent)
+            depths.append(1 + (depths[-minus_parent] if minus_parent < 1 else 0))
             estimates.append(p)
         self._estimates = estimates
-        self._last = DraftTree(tokens, parents, [self.trie.calibration(p) for p in estimates])
+        self._last = DraftTree(tokens, parents, [self._curve(p) for p in estimates])
         return self._last
+
+    SURENESS = 1.5  # chosen by measurement
+
+    def _foresee(self, shares: dict[int, float], p: float, noise: Tensor) -> dict[int, float]:
+        """The children of a node of probability `p`, given what `_expand` says of them, when their noise is known.
+
+        A sampled token is the largest of log probability + noise (sampling.py), and the noise of a position is a
+        function of the seed: whoever drafts may look at it. Were our estimates q the model's own probabilities, the
+        largest log q + noise would win for certain. They are not, so we only trust it more:
+
+            P(token) = w(token) / sum of all w,    w(token) = exp((log q(token) + noise(token)) / SURENESS)
+
+        and what q leaves over, for tokens that we do not know of, competes with the mean of a Gumbel variable, 0.577.
+        It is allowed because a draft never decides anything: the picker, a function of logits and noise, does, and the
+        verification emits its pick whatever the tree holds.
+        """
+        rest = max(1.0 - sum(shares.values()), 1e-9)
+        gumbels = noise[list(shares)].tolist() if shares else []
+        weights = [(q * math.exp(g)) ** (1 / self.SURENESS) for q, g in zip(shares.values(), gumbels)]
+        scale = p / (sum(weights) + (rest * math.exp(0.577)) ** (1 / self.SURENESS))
+        return {token: scale * weight for token, weight in zip(shares, weights)}
 
     def _expand(self, state: list[Node], p: float, enough: float) -> dict[int, float]:
         """The children of a node of probability `p`: token -> probability.
