@@ -137,9 +137,9 @@ class Auto:
     """The rule above.
 
     prepare  measures the machine after the prefill, if nobody did before and the text may become long
-    ask    how many nodes the drafter should make now: a little more than paid last time; none while it rests
-    cut    the best beginning of a draft (nodes in order of probability, as best-first drafts are)
-    learn  what a step took and brought: seconds for draft, forward and the rest
+    ask      how many nodes the drafter should make now: a size more than paid last time; none while it rests
+    cut      the best beginning of a draft (nodes in order of probability, as best-first drafts are)
+    learn    what a step took and brought: seconds for draft, forward and the rest
 
     Estimates are corrected by what was accepted so far. Drafts without probabilities get some by their nodes' numbers:
     how often the first node was accepted, the second, ...

@@ -1150,8 +1150,9 @@ def random_trie(rng: random.Random, vocab: int, depth: int, **settings) -> tuple
     return trie, session, inserted, prompt, said
 
 
-def test_best_first_is_the_best_of_all_trees():
-    """Against exhaustive search, with probabilities by brute force from counted n-grams."""
+@pytest.mark.parametrize("picker", [None, Sampler(1.0, seed=6)], ids=["blind", "foresight"])
+def test_best_first_is_the_best_of_all_trees(picker):
+    """Against exhaustive search, with probabilities by brute force from counted n-grams (and the known noise)."""
     for seed in range(60):
         rng = random.Random(seed)
         vocab, depth, budget = rng.choice([(3, 3, 4), (2, 4, 5), (40, 2, 3), (3, 2, 1)])
@@ -1163,18 +1164,25 @@ def test_best_first_is_the_best_of_all_trees():
         for _ in range(budget):
             for path in level:
                 levels = levels_of([*prompt, *said, *path], outputs, own, depth)
-                shares = next_probabilities(levels, trie.blend.weights, p[path], session.ENOUGH / budget)
+                if picker is None:
+                    shares = next_probabilities(levels, trie.blend.weights, p[path], session.ENOUGH / budget)
+                else:
+                    q = next_probabilities(levels, trie.blend.weights, 1.0, session.ENOUGH / budget)
+                    noise = gumbel(6, len(prompt) + len(said) + len(path), vocab).tolist()
+                    w = {token: math.exp((math.log(share) + noise[token]) / 1.5) for token, share in q.items()}
+                    rest = math.exp((math.log(max(1 - sum(q.values()), 1e-9)) + 0.577) / 1.5)
+                    shares = {token: p[path] * weight / (sum(w.values()) + rest) for token, weight in w.items()}
                 children[path] = [(*path, token) for token in shares]
                 p |= {(*path, token): share for token, share in shares.items()}
             level = [child for path in level for child in children[path]]
         children |= {path: [] for path in level}
-        tree = session.draft(budget)
+        tree = session.draft(budget, picker)
         taken = [tuple(tree.tokens[i] for i in tree.path(node)) for node in range(len(tree))]
         assert len(tree) <= budget and len(set(taken)) == len(tree)
         assert all(math.isclose(estimate, p[path]) for estimate, path in zip(session._estimates, taken))
         assert math.isclose(sum(p[path] for path in taken), best_sum(children, p, budget), abs_tol=1e-12)
         assert session._estimates == sorted(session._estimates, reverse=True)
-        again = session.draft(budget)
+        again = session.draft(budget, picker)
         assert (again.tokens, again.parents, again.probs) == (tree.tokens, tree.parents, tree.probs)
 
 
@@ -1788,6 +1796,35 @@ def test_lookahead_is_identical_on_tiny():
         "tiny", 30, 96, (4, "auto", 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
     )
     assert ties <= 12  # of 1,080 runs
+
+
+@pytest.mark.slow
+def test_foresight_pays_when_sampling():
+    """A trie of tiny's own samples drafts better when it may look at the noise; the texts are the same."""
+    model, tokenizer = bundled("tiny"), Tokenizer(4096)
+    prompts, steps = [tokenizer.encode(text) for text in problems(340, seed=4)], Counter()
+    settings = {"stop_ids": (tokenizer.eot,), "budget": 32}
+    warm = [
+        generate(model, prompt, picker=Sampler(seed=1000 + i), **settings).tokens
+        for i, prompt in enumerate(prompts[40:])
+    ]
+    tries = {"foresight": TokenTrie(4096), "blind": TokenTrie(None)}
+    for trie in tries.values():
+        for tokens in warm:
+            trie.insert(tokens)
+    emitted = ties = 0
+    for i, prompt in enumerate(prompts[:40]):
+        results = {
+            name: generate(model, prompt, picker=Sampler(seed=i), drafter=trie, **settings)
+            for name, trie in tries.items()
+        }
+        texts = [result.tokens for result in results.values()]
+        ties += not assert_same_or_near_tie(bundled("tiny", torch.float64), prompt, *texts, Sampler(seed=i))
+        emitted += len(texts[0]) - 1
+        for name, result in results.items():
+            steps[name] += len(result.steps)
+    print({name: f"{emitted / count:.3f} tokens per step" for name, count in steps.items()})
+    assert ties <= 1 and steps["blind"] / steps["foresight"] >= 1.12
 
 
 @pytest.mark.slow
