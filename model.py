@@ -220,7 +220,8 @@ class Attention(nn.Module):
             y = torch.zeros_like(query)
             for row, path in enumerate(mask):
                 k, v = kv.index_select(2, path)[:, None]  # each (1, n_head, len(path), head_dim)
-                y[:, :, [row]] = F.scaled_dot_product_attention(query[:, :, [row]], k, v)
+                alone = query[:, :, row : row + 1].clone()  # its own memory, so aligned like any other row's
+                y[:, :, row : row + 1] = F.scaled_dot_product_attention(alone, k, v)
             return self.c_proj(y.transpose(1, 2).reshape(x.shape))
         if cache is not None:
             kv = cache.append(self.layer, kv[:, 0])[:, None]  # (2, 1, n_head, length + q, head_dim)

@@ -530,16 +530,16 @@ def test_exact_logits_of_a_bundled_model(dtype, pack):
 def test_exact_lookahead_is_plain_decoding_without_exception():
     for kind in EXACT_KINDS[1:]:
         exact = exact_mode(kind.toy(vocab_size=32, n_ctx=48), rows=8)
-        for seed in range(8):
+        for seed in range(3):
             rng = random.Random(seed)
             prompt = [rng.randrange(32) for _ in range(rng.randint(1, 20))]
             picker = rng.choice([Greedy(), Sampler(1.0, seed=seed)])
-            plain = generate(exact, prompt, picker=picker, max_new_tokens=40)
+            plain = generate(exact, prompt, picker=picker, max_new_tokens=30)
             trie = TokenTrie(32, max_depth=5)
             trie.insert(plain.tokens[: rng.randint(0, 40)])
             for drafter in (RandomDrafter(seed, 32), OracleDrafter(seed, 32, plain.tokens, rng.randint(1, 9)), trie):
                 budget = rng.choice([1, 4, 30, "auto"])
-                fast = generate(exact, prompt, drafter=drafter, budget=budget, picker=picker, max_new_tokens=40)
+                fast = generate(exact, prompt, drafter=drafter, budget=budget, picker=picker, max_new_tokens=30)
                 assert fast.tokens == plain.tokens
                 assert max(len(step.draft) for step in fast.steps) <= 7  # the root is the eighth row
 
