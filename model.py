@@ -433,9 +433,8 @@ class GPT(Packable):
             mask = mask.to(self.device)
         elif q > 1 and past > 0:  # causal behind a past; torch's own causal flag knows the case past = 0 only
             mask = torch.ones(q, past + q, dtype=torch.bool, device=self.device).tril(past)
-        if isinstance(
-            mask, Tensor
-        ):  # 0 where a slot may be seen, else -inf: once, or each layer would convert it again
+        if isinstance(mask, Tensor):
+            # 0 where a slot may be seen, else -inf: once, or each layer would convert it again
             mask = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill_(~mask, -torch.inf)
         causal = mask is None and q > 1  # a single row sees everything: no mask at all
 
