@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 import weights
+from exact import Exact
 from lookahead import decode, first_difference, generate_many, near_tie
 from model import GPT
 from sampling import Greedy, Picker, Sampler
@@ -109,6 +110,7 @@ def make_parser() -> Parser:
     machine.add_argument(
         "--pack", choices=PACK, default="auto", help="a second copy of the weights, faster to read (default: auto)"
     )
+    machine.add_argument("--exact", action="store_true", help="same bits with and without lookahead; slower (exact.py)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
     machine.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
@@ -172,6 +174,8 @@ def run(args: argparse.Namespace) -> int:
     model = GPT.load(args.model, device, DTYPES[args.dtype], PACK[args.pack])
     if args.pack == "on" and model.packed is None:
         note(args, f"packed weights do not exist for {args.dtype} on {args.device}: going on without")
+    if args.exact:
+        model = Exact(model)
     tokenizer = Tokenizer.for_model(model)
     trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
@@ -188,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
 
 def once(
     args: argparse.Namespace,
-    model: GPT,
+    model: GPT | Exact,
     tokenizer: Tokenizer,
     trie: TokenTrie | None,
     settings: dict[str, Any],
@@ -246,9 +250,13 @@ def once(
 
 
 def many(
-    args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any],
+    args: argparse.Namespace,
+    model: GPT | Exact,
+    tokenizer: Tokenizer,
+    trie: TokenTrie | None,
+    settings: dict[str, Any],
     prompt_ids: list[int],
-) -> int:  # fmt: skip
+) -> int:
     """Several samples, one after another. Returns the exit code."""
     generations = generate_many(
         model, prompt_ids, args.num_return_sequences, drafter=trie, budget=args.budget, **settings
@@ -264,7 +272,7 @@ def many(
     return 0
 
 
-def make_trie(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> TokenTrie:
+def make_trie(args: argparse.Namespace, model: GPT | Exact, tokenizer: Tokenizer) -> TokenTrie:
     trie = TokenTrie(model.vocab_size, mode=args.mode or MODES[0])
     if args.load_trie is not None:
         wanted, trie = trie.max_depth, TokenTrie.load(args.load_trie, model.vocab_size)
@@ -286,7 +294,7 @@ def make_trie(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> Tok
 
 
 def interactive(
-    args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any]
+    args: argparse.Namespace, model: GPT | Exact, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any]
 ) -> int:
     """Prompts from standard input, one a line, until an empty line or its end."""
     if sys.stdin is None:

@@ -138,7 +138,8 @@ def decode(
 ) -> Iterator[Step]:
     """Write a continuation of `prompt_ids`, one forward pass at a time; yields a Step after each, the prefill first.
 
-    model           GPT, or anything with its forward, new_cache, n_ctx, vocab_size, device and dtype
+    model           GPT, or anything with its forward, new_cache, n_ctx, vocab_size, device and dtype; if it has a
+                    `max_rows`, root and draft are no more than that (exact.py)
     drafter         where guesses come from (a TokenTrie, say); None is plain decoding
     picker          how a token is chosen from logits; Greedy() if None
     budget          nodes drafted per step at most, or "auto"
@@ -201,6 +202,7 @@ def _steps(
         return
     session = drafter.open(context) if drafter is not None else None
     chooser = Auto(curve_of(model)) if budget == "auto" else Fixed(budget)
+    most = getattr(model, "max_rows", MAX_BUDGET + 1) - 1  # nodes
     try:
         prefill = True
         while True:
@@ -212,7 +214,7 @@ def _steps(
             # cut.
             draft = NOTHING
             if session is not None and not prefill:
-                nodes = min(chooser.ask(), cache.capacity - cache.length - 1)
+                nodes = min(chooser.ask(), most, cache.capacity - cache.length - 1)
                 if nodes > 0 and full - start > 1:
                     draft = session.draft(nodes, picker).trim(full - start - 1, nodes)
                     if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < model.vocab_size:

@@ -37,6 +37,7 @@ computed once, kept, and the next forward pays for its new tokens only.
 Source: Radford et al. 2019 (GPT-2); shapes and names as in the weights that OpenAI published.
 """
 
+import copy
 import math
 import os
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ import weights
 from packing import Packable, apply_packed, packed
 
 Tokens = Sequence[int] | Tensor
+Paths = list[Tensor]  # for each row the slots it sees, in the order of their positions: see `exact.py`
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,8 @@ class KVCache:
 
     def fork(self) -> "KVCache":
         """A deep copy with the same capacity: what is written to one never shows in the other."""
-        other = object.__new__(KVCache)
-        other.kv, other.length = torch.zeros_like(self.kv), self.length
+        other = copy.copy(self)
+        other.kv = torch.zeros_like(self.kv)
         other.kv[:, :, :, : self.length] = self.kv[:, :, :, : self.length]  # only live slots are worth copying
         return other
 
@@ -196,7 +198,11 @@ class Linear(Packable):
 
 
 class Attention(nn.Module):
-    """Multi-head attention: softmax(q k^T / sqrt(head_dim)) v, each row over the slots that its mask row allows."""
+    """Multi-head attention: softmax(q k^T / sqrt(head_dim)) v, each row over the slots that its mask row allows.
+
+    Given paths instead of a mask (exact.py), each row goes alone, over the keys of its path in the order of the path.
+    So it does the same sums whoever stands beside it.
+    """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -204,11 +210,19 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Paths | None, causal: bool, cache: KVCache | None) -> Tensor:
         q, n_embd = x.shape[-2:]
         # (..., q, 3 n_embd) -> (3, batch, n_head, q, head_dim), where q counts tokens; a flat list is a batch of one
         qkv = self.c_attn(x).view(-1, q, 3, self.n_head, n_embd // self.n_head).permute(2, 0, 3, 1, 4)
         query, kv = qkv[0], qkv[1:]
+        if isinstance(mask, list):
+            kv = cache.append(self.layer, kv[:, 0, :, : len(mask)])
+            y = torch.zeros_like(query)
+            for row, path in enumerate(mask):
+                k, v = kv.index_select(2, path)[:, None]  # each (1, n_head, len(path), head_dim)
+                alone = query[:, :, row : row + 1].clone()  # its own memory, so aligned like any other row's
+                y[:, :, row : row + 1] = F.scaled_dot_product_attention(alone, k, v)
+            return self.c_proj(y.transpose(1, 2).reshape(x.shape))
         if cache is not None:
             kv = cache.append(self.layer, kv[:, 0])[:, None]  # (2, 1, n_head, length + q, head_dim)
         if q == 1 and x.dtype.itemsize == 2 and x.device.type == "cpu":
@@ -223,8 +237,11 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+    def forward(self, x: Tensor, alone: bool = False) -> Tensor:
+        x = self.c_fc(x)
+        if alone:  # torch's vector tanh and its scalar one, which gets the odd end of a thread's share, differ slightly
+            return self.c_proj(torch.stack([F.gelu(row, approximate="tanh") for row in x]))
+        return self.c_proj(F.gelu(x, approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -237,9 +254,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None, causal: bool, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | Paths | None, causal: bool, cache: KVCache | None) -> Tensor:
         x = x + self.attn(self.ln_1(x), mask, causal, cache)
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x), alone=isinstance(mask, list))
 
 
 class GPT(Packable):
@@ -368,7 +385,7 @@ class GPT(Packable):
         self,
         tokens: Tokens,
         positions: Tokens | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | Paths | None = None,
         cache: KVCache | None = None,
         rows: Tokens | None = None,
     ) -> Tensor:
@@ -377,7 +394,8 @@ class GPT(Packable):
         tokens     (q,) ids. Without a cache, leading batch dimensions are allowed: (..., q), for training.
         positions  (q,) each below n_ctx; by default cache.length, cache.length + 1, ...
         mask       (q, cache.length + q) bool: row i, slot j is True if token i may see slot j, its own slot included.
-                   By default causal. A row must see something.
+                   By default causal. A row must see something. (exact.py gives paths instead, for the first rows
+                   only; the others are idle, and the cache does not get them.)
         cache      a KVCache with room for q more slots, or None.
         rows       which rows' logits are wanted (all, if None). The head is the largest matrix of a small model, and
                    a prefill needs its last row only.
@@ -388,15 +406,16 @@ class GPT(Packable):
         """
         tokens = self._checked(tokens, self.vocab_size, "token ids")
         q = tokens.shape[-1] if tokens.ndim else 0
+        new = len(mask) if isinstance(mask, list) else q  # rows that the cache gets
         past = 0 if cache is None else cache.length
         if q == 0:
             raise ValueError("a forward pass needs at least one token")
         if cache is not None:
             if tokens.ndim != 1:
                 raise ValueError(f"with a cache, tokens are one flat list, not of shape {tuple(tokens.shape)}")
-            if past + q > cache.capacity:
-                raise ValueError(f"the cache has {cache.capacity} slots, {past} in use: no room for {q} more")
-        if mask is not None and mask.shape != (q, past + q):
+            if past + new > cache.capacity:
+                raise ValueError(f"the cache has {cache.capacity} slots, {past} in use: no room for {new} more")
+        if isinstance(mask, Tensor) and mask.shape != (q, past + q):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected {(q, past + q)}")
         if rows is not None:
             rows = self._checked(rows, q, "rows")
@@ -408,11 +427,13 @@ class GPT(Packable):
             positions = self._checked(positions, self.n_ctx, "positions")
             if positions.shape[-1:] != (q,) or (cache is not None and positions.ndim != 1):
                 raise ValueError(f"{q} tokens, but positions of shape {tuple(positions.shape)}")
-        if mask is not None:
+        if isinstance(mask, list):
+            mask = [path.to(self.device) for path in mask]
+        elif mask is not None:
             mask = mask.to(self.device)
         elif q > 1 and past > 0:  # causal behind a past; torch's own causal flag knows the case past = 0 only
             mask = torch.ones(q, past + q, dtype=torch.bool, device=self.device).tril(past)
-        if mask is not None:  # 0 where a slot may be seen, else -inf: once, or each layer would convert it again
+        if isinstance(mask, Tensor):  # 0 for a slot that may be seen, else -inf: once, or each layer would convert it
             mask = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill_(~mask, -torch.inf)
         causal = mask is None and q > 1  # a single row sees everything: no mask at all
 
@@ -420,7 +441,7 @@ class GPT(Packable):
         for block in self.h:
             x = block(x, mask, causal, cache)
         if cache is not None:
-            cache.advance(q)
+            cache.advance(new)
         if rows is not None:
             x = x[..., rows, :]
         x = self.ln_f(x)

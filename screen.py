@@ -94,7 +94,7 @@ def print_summary(generation: Generation, first_text: float, args: argparse.Name
     else:
         per_step = "no decode step"
     print(f"\n{len(generation.tokens)} tokens, {steps + bool(generation.tokens)} forward passes, {per_step}")
-    about = f"{args.model}, {args.device}, {args.dtype}"
+    about = f"{args.model}, {args.device}, {args.dtype}" + (", exact" if args.exact else "")
     if args.device == "cpu":
         about += f", {torch.get_num_threads()} threads"
     about += f", {model.nbytes / 1e6:.0f} MB of weights" + (" + as much packed" if model.packed is not None else "")
