@@ -2,8 +2,8 @@
 
 Lookahead picks its tokens from the logits that plain decoding would see, up to rounding: floating-point addition is not
 associative, (1e8 + 1) - 1e8 = 0 but (1e8 - 1e8) + 1 = 1 in float32, and a forward over eight rows adds in another order
-than one over a single row. The difference is tiny, but where two tokens are equal to within it, the texts part. It
-happens in about one text of a thousand in float32, and in bfloat16, with its three digits, in a good part of them.
+than one over a single row. The difference is tiny, but where two tokens are equal to within it, the texts part: of 200
+texts of 128 tokens by the bundled "tiny", none did in float32, but 44 in bfloat16, which has three digits.
 
     model = Exact(GPT.load("tiny", dtype=torch.bfloat16))       # a model like any other; the parameters are shared
 
