@@ -530,7 +530,7 @@ def test_exact_logits_of_a_bundled_model(dtype, pack):
 def test_exact_lookahead_is_plain_decoding_without_exception():
     for kind in EXACT_KINDS[1:]:
         exact = exact_mode(kind.toy(vocab_size=32, n_ctx=48), rows=8)
-        for seed in range(3):
+        for seed in range(2):
             rng = random.Random(seed)
             prompt = [rng.randrange(32) for _ in range(rng.randint(1, 20))]
             picker = rng.choice([Greedy(), Sampler(1.0, seed=seed)])
@@ -560,14 +560,14 @@ def exact_on_prompts(name: str, dtype: torch.dtype, prompts: int, tokens: int, p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exact_lookahead_on_a_bundled_model(dtype):
-    assert exact_on_prompts("nano", dtype, 5, 48) > 1.2
-    exact_on_prompts("nano", dtype, 2, 32, Sampler(1.0, seed=3))
+    assert exact_on_prompts("nano", dtype, 3, 48) > 1.1
+    exact_on_prompts("nano", dtype, 1, 32, Sampler(1.0, seed=3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_exact_lookahead_on_tiny_two_hundred_prompts(dtype):
-    assert exact_on_prompts("tiny", dtype, 200, 128) > 1.5
+@pytest.mark.parametrize("dtype, prompts", [(torch.float32, 60), (torch.bfloat16, 200)])
+def test_exact_lookahead_on_tiny(dtype, prompts):
+    assert exact_on_prompts("tiny", dtype, prompts, 128) > 1.5
 
 
 def test_exact_mode_refuses_a_machine_where_a_rows_place_matters(monkeypatch):
@@ -1984,8 +1984,8 @@ def identical_on_prompts(
 
 
 def test_greedy_lookahead_is_identical_on_a_bundled_model():
-    ties = identical_on_prompts("nano", 50, 96, (4, 16), [Greedy()])
-    assert ties <= 8  # of 400 runs; more would mean that rounding is not what it was
+    ties = identical_on_prompts("nano", 25, 96, (4, 16), [Greedy()])
+    assert ties <= 4  # of 200 runs; more would mean that rounding is not what it was
 
 
 def test_the_same_without_packed_weights():
@@ -1993,7 +1993,12 @@ def test_the_same_without_packed_weights():
 
 
 def test_sampled_lookahead_is_identical_on_a_bundled_model():
-    assert identical_on_prompts("nano", 50, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 4
+    assert identical_on_prompts("nano", 25, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
+
+
+@pytest.mark.slow
+def test_lookahead_is_identical_on_nano():
+    assert identical_on_prompts("nano", 60, 96, (4, 16), [Greedy(), Sampler(0.8, top_k=40, seed=2)]) <= 16
 
 
 @pytest.mark.slow
