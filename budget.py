@@ -23,6 +23,7 @@ can change the text, only its speed.
 """
 
 import itertools
+import math
 import time
 import weakref
 from bisect import bisect_left, bisect_right, insort
@@ -91,15 +92,23 @@ def curve_of(model: Any) -> CostCurve:
     return curves.setdefault((model.dtype, model.device, getattr(model, "packed", None) is not None), CostCurve())
 
 
-def calibrate(model: Any, cache: Any, curve: CostCurve, limit: float = 0.4) -> None:
-    """Measure a few widths on the live cache, which is left as it was; stops after `limit` seconds.
+def calibrate(model: Any, cache: Any, curve: CostCurve, to_come: float = math.inf) -> None:
+    """Measure a few widths that are not known yet on the live cache, which is left as it was: for 0.4 seconds at most,
+    and for a twentieth of the time that `to_come` plain steps would take. The next text measures the rest.
 
     The junk rows see the past and themselves (any mask would do): `cache.keep` then drops them.
     """
     base, began = cache.length, time.perf_counter()
     for rows in (1, 9, 17, 5, 13, 33, 25, 65, 49):
+        spent = time.perf_counter() - began
+        if (
+            rows in curve.shape
+            or rows > cache.capacity - base
+            or (curve.rows and spent > min(0.4, to_come * curve(1) / 20))
+        ):
+            continue
         times = []
-        while len(times) < 3 and rows <= cache.capacity - base and time.perf_counter() - began < limit:
+        for _ in range(3):
             positions = [min(base, model.n_ctx - 1)] * rows
             mask = torch.ones(rows, base + rows, dtype=torch.bool)
             mask[:, base:] = torch.eye(rows, dtype=torch.bool)
@@ -109,9 +118,8 @@ def calibrate(model: Any, cache: Any, curve: CostCurve, limit: float = 0.4) -> N
             logits[-1, 0].item()  # a GPU is waited for
             times.append(time.perf_counter() - started)
             cache.keep(base, [])
-        if len(times) > 1:
-            curve.seen.add(rows)
-            curve.learn(rows, min(times))
+        curve.seen.add(rows)
+        curve.learn(rows, min(times))
 
 
 class Fixed:
@@ -136,7 +144,7 @@ class Fixed:
 class Auto:
     """The rule above.
 
-    prepare  measures the machine after the prefill, if nobody did before and the text may become long
+    prepare  measures the machine after the prefill, as far as nobody did before and if the text may become long
     ask      how many nodes the drafter should make now: a size more than paid last time; none while it rests
     cut      the best beginning of a draft (nodes in order of probability, as best-first drafts are)
     learn    what a step took and brought: seconds for draft, forward and the rest
@@ -148,7 +156,7 @@ class Auto:
     be guessed costs nearly nothing; the first draft that pays ends the rest.
     """
 
-    LONG = 48  # new tokens to come, at most, for which it pays to measure the machine first (about ten passes)
+    LONG = 48  # new tokens to come, at least, for which it pays to measure the machine first
     LONGEST_REST = 32
 
     def __init__(self, curve: CostCurve) -> None:
@@ -163,8 +171,8 @@ class Auto:
         self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
 
     def prepare(self, model: Any, cache: Any, to_come: int) -> None:
-        if to_come >= self.LONG and not self.curve.rows:
-            calibrate(model, cache, self.curve)
+        if to_come >= self.LONG:
+            calibrate(model, cache, self.curve, to_come)
 
     def ask(self) -> int:
         if self.rest:

@@ -1809,6 +1809,9 @@ def test_calibration_leaves_no_trace():
     curve = curve_of(model)
     calibrate(model, cache, curve)
     assert cache.length == 4 and curve is curve_of(model) and curve.rows == [1, 5, 9, 13, 17, 25, 33, 49, 65]
+    short = CostCurve()
+    calibrate(model, cache, short, 0)  # no time to spend: just what a single row costs
+    assert short.rows == [1] and cache.length == 4
     assert (model([5], cache=cache)[0] - model([1, 2, 3, 4, 5])[-1]).abs().max() < 1e-9
     assert curve_of(model.float()) is not curve
 
@@ -1994,11 +1997,6 @@ def test_the_same_without_packed_weights():
 
 def test_sampled_lookahead_is_identical_on_a_bundled_model():
     assert identical_on_prompts("nano", 25, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
-
-
-@pytest.mark.slow
-def test_lookahead_is_identical_on_nano():
-    assert identical_on_prompts("nano", 60, 96, (4, 16), [Greedy(), Sampler(0.8, top_k=40, seed=2)]) <= 16
 
 
 @pytest.mark.slow
