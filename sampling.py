@@ -109,7 +109,7 @@ class Sampler(Greedy):
     Raises ValueError for values outside these ranges.
     """
 
-    KEPT = 64  # noise vectors kept: a draft tree asks for the same few positions again and again
+    KEPT = 128  # noise vectors kept: a draft tree asks for the same few positions again and again
 
     def __init__(
         self,
@@ -165,7 +165,10 @@ class Sampler(Greedy):
     def noise(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
         key = (position, vocab_size, str(device))
         if key not in self._noise:
-            self._noise[key] = gumbel(self.seed, position, vocab_size).to(device)
+            if key[2] == "cpu":
+                self._noise[key] = gumbel(self.seed, position, vocab_size)
+            else:  # drafters look at the copy on the CPU
+                self._noise[key] = self.noise(position, vocab_size).to(device)
             if len(self._noise) > self.KEPT:
                 del self._noise[next(iter(self._noise))]  # the oldest
         return self._noise[key]
@@ -196,15 +199,17 @@ def hash_uniform(seed: int, position: int, count: int) -> Tensor:
         return value - (1 << 64) if value >> 63 else value
 
     def shift(x: Tensor, bits: int) -> Tensor:  # shift in zeros, though torch's shift repeats the sign
-        return (x >> bits) & ((1 << (64 - bits)) - 1)
+        return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
-    x = torch.arange(1, count + 1) * wrapped(GOLDEN) + wrapped(start)
-    x = (x ^ shift(x, 30)) * wrapped(C1)
-    x = (x ^ shift(x, 27)) * wrapped(C2)
-    x = x ^ shift(x, 31)
-    return (shift(x, 12).double() + 0.5) / (1 << 52)  # the upper 52 bits, the middle of each step: never 0 or 1
+    x = torch.arange(1, count + 1).mul_(wrapped(GOLDEN)).add_(wrapped(start))
+    x ^= shift(x, 30)  # everything in place: new memory would cost as much as the arithmetic
+    x *= wrapped(C1)
+    x ^= shift(x, 27)
+    x *= wrapped(C2)
+    x ^= shift(x, 31)
+    return shift(x, 12).double().add_(0.5).div_(1 << 52)  # the upper 52 bits, the middle of each step: never 0 or 1
 
 
 def gumbel(seed: int, position: int, vocab_size: int) -> Tensor:
     """(vocab_size,) float32 Gumbel noise, made on the CPU in float64: every device adds the very same numbers."""
-    return -(-hash_uniform(seed, position, vocab_size).log()).log().float()
+    return hash_uniform(seed, position, vocab_size).log_().neg_().log_().neg_().float()
