@@ -1,124 +1,487 @@
-"""The paper's own ways to turn a trie into a draft, to compare with best-first.
+"""Other sources of drafts: the text itself, the model's own wrong guesses, a smaller model, and all of them together.
 
-Three modes to spend a budget of nodes (Zhao et al., KDD 2024, arXiv 2312.12728, section 4), all by raw frequencies
-below a suffix of the text that is in the trie, the longest first:
+Where draft tokens come from is open: the verification emits the same text whatever is proposed (lookahead.py). So any
+guess will do that is right often and made quickly, and each of these has its own idea of where to look:
 
-    hierarchical   the most frequent nodes below the matched suffix; branches share their common beginning
-    parallel       several branches that share nothing
-    single         one branch: the most frequent continuation of the most frequent continuation ...
+    trie           trie.py         what all earlier texts said after the last few words
+    PromptLookup   n-gram copy     what this text said when it last said these words; costs nothing, and does well where
+                                   an answer quotes its question (Saxena 2023, "prompt lookup decoding")
+    Jacobi         no outside help the model guesses a stretch of future tokens all at once, from wrong beginnings, over
+                                   and over; some of what it says becomes right (Fu et al. 2024, arXiv 2402.02057)
+    ModelDrafter   a small model   says quickly what a large one says slowly (Leviathan et al. 2023, arXiv 2211.17192;
+                                   as a tree of its most probable paths: Cai et al. 2024, Li et al. 2024)
+    Combined       several of them the most probable nodes of all their trees
 
-A continuation seen in this query's prompt counts PROMPT_WEIGHT times: an answer repeats its own question more often
-than other answers.
+All speak the interface of lookahead.py (Drafter, Session), and `decode` knows none of them by name.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from counts import EMPTY, Node
+import torch
+from torch import Tensor
+
+from blend import Calibration
+from lookahead import Drafter, Session
+from sampling import Greedy, Picker
 from tree import DraftTree
-from trie import TokenTrie, TrieSession
-
-MAX_MATCH = 3  # longest suffix that is looked up
-PROMPT_WEIGHT = 3
 
 
-class PaperSession(TrieSession):
-    """One query in mode "hierarchical", "parallel" or "single".
+def merge(paths: Iterable[Sequence[int]], budget: int) -> DraftTree:
+    """The tree of these token paths, which share their beginnings: the first `budget` nodes.
 
-    Every run of tokens in prompt + output is counted exactly once. Those that begin in the prompt go to the private
-    trie, even where they run on into the output; those that begin in the output go to the shared one.
+    [on, the], [on, a], [in]  ->  (root) -- on -- the     nodes in the order on, the, a, in
+                                     |       `--- a
+                                     `----- in
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        parent = -1
+        for token in path:
+            node = nodes.setdefault((parent, token), len(tokens))
+            if node == len(tokens):
+                if node == budget:
+                    return DraftTree(tokens, parents)
+                tokens.append(token)
+                parents.append(parent)
+            parent = node
+    return DraftTree(tokens, parents)
+
+
+# --- prompt lookup ----------------------------------------------------------------------------------------------------
+
+
+class PromptLookup:
+    """Copies what followed when the text's last words (three, else two, else one) stood in it the last time.
+
+        a dog sat . then a dog        "then a dog" is new, "a dog" was followed by "sat . then":
+                                      draft  sat -- . -- then -- a -- dog -- sat ...
+
+    The copy may run into what it has just copied, as above, so that a text that goes round in circles is followed all
+    the way. The longer the match, the likelier the copy is right; how likely is counted (`rates`), over all queries.
+
+    longest  tokens of the suffix that are compared, at most
     """
 
-    def __init__(self, trie: TokenTrie, prompt_ids: Iterable[int]) -> None:
-        super().__init__(trie, prompt_ids)
-        self.mode = trie.mode
+    def __init__(self, longest: int = 8) -> None:
+        if not isinstance(longest, int) or longest < 1:
+            raise ValueError(f"longest must be a whole number, 1 or more, not {longest!r}")
+        self.longest = longest
+        # By the length of the match: [copied tokens that were right, copied tokens], begun with a guess.
+        self.rates = [[length, length + 1.0] for length in range(longest + 1)]
+
+    def open(self, prompt_ids: Iterable[int]) -> "PromptLookupSession":
+        return PromptLookupSession(self, prompt_ids)
+
+
+class PromptLookupSession:
+    """One query. `last` maps one to three tokens to where their latest occurrence was followed by something."""
+
+    LOOKED_UP = (3, 2, 1)
+
+    def __init__(self, drafter: PromptLookup, prompt_ids: Iterable[int]) -> None:
+        self.drafter, self.text = drafter, []
+        self.last: dict[tuple[int, ...], int] = {}
+        self.match = 0  # length of the match that the last draft was made from
+        self.observe(prompt_ids)
+
+    def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
+        text = list(self.text)
+        starts = (self.last.get(tuple(text[-length:])) for length in self.LOOKED_UP)
+        start = next(filter(None, starts), 0)
+        self.match = 0
+        if not start or budget < 1:
+            return DraftTree([], [])
+        end = len(text)
+        while self.match < min(self.drafter.longest, start) and text[start - 1 - self.match] == text[-1 - self.match]:
+            self.match += 1
+        p, probs = 1.0, []
+        for i in range(budget):
+            right, tried = self.drafter.rates[min(self.match + i, self.drafter.longest)]
+            p *= right / tried
+            probs.append(p)
+            text.append(text[start + i])  # the list grows, so start + i is always there
+        return DraftTree(text[end:], range(-1, budget - 1), probs)
 
     def observe(
         self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
     ) -> None:
-        for token in [self.trie.check(token) for token in tokens]:
-            self._writer.write(token)
-            self._own_writer.write(token, begin=False)
-            self._recent.append(token)
+        tokens = list(tokens)
+        if draft and self.match:  # was the first token right, then the next ...?
+            right = len(draft.walk(tokens))
+            for i in range(min(right + 1, len(tokens), len(draft))):
+                rate = self.drafter.rates[min(self.match + i, self.drafter.longest)]
+                rate[0] += i < right
+                rate[1] += 1
+        for token in tokens:
+            end = len(self.text)
+            for length in self.LOOKED_UP:
+                if end >= length:
+                    self.last[tuple(self.text[end - length :])] = end
+            self.text.append(token)
 
-    def draft(self, budget: int, picker: object = None) -> DraftTree:
-        """At most `budget` tokens that may come next, as a tree; empty if nothing is known."""
-        grow = {"hierarchical": self._hierarchical, "parallel": self._parallel, "single": self._single}
+    def close(self) -> None:
+        self.text, self.last = [], {}
+
+
+# --- Jacobi iteration -------------------------------------------------------------------------------------------------
+
+
+class Jacobi:
+    """Lookahead *Decoding* (Fu et al. 2024, section 3): the model guesses the future in parallel, and keeps what it
+    said.
+
+    Suppose we do not know the next W tokens and put in junk. One forward gives the model's choice behind each of them:
+    the first is right (it follows the true text), the others follow junk. Put those choices in place of the junk and do
+    it again: now the second is right, too, and after W rounds all are (Jacobi's iteration for W equations at once).
+    That saves nothing by itself; but on the way the model utters n-grams that are right for another place, or too
+    early. They are collected in a pool, and those that begin with the last token of the text are verified.
+
+    So a draft has two kinds of branches, all in one tree under one mask. With W = 3 columns and n-grams of N = 4 tokens
+    (letters: a guess, digits: the round in which it was made, 0 the oldest):
+
+        (root) -- a0 -- b0 -- c0        the oldest guesses: a line into the future
+                   |     |     `-- d1 -- e2        from each place in it leads a branch: what the model said after it
+                   |     `-- c1 -- d2              one round later, two rounds later ...
+                   `-- b1 -- c2
+        (root) -- x -- y -- z           an n-gram from the pool that begins with the root's token, to be verified
+
+    The picks at the ends of the branches, after e2, d2 and c2, are new. Each completes an n-gram for the pool, a0 b1 c2
+    and the pick behind it among them, and the oldest guesses are dropped: next round's line is b1 c1 d1. If the text
+    advanced by more than one token, the columns that it passed go, and new junk comes in on the right.
+
+    Half of the budget goes to each kind. Sampling works as greedy decoding does, since a pick with keyed noise is a
+    function of the text (sampling.py). Guesses pay in later steps only, which budget="auto" does not know: give a
+    number.
+
+    ngram  N, tokens of an n-gram, 2 or more
+    keep   n-grams that the pool keeps for each first token, the latest; it begins with those of the prompt
+    """
+
+    def __init__(self, ngram: int = 4, keep: int = 16) -> None:
+        if not isinstance(ngram, int) or not isinstance(keep, int) or ngram < 2 or keep < 1:
+            raise ValueError(f"ngram must be 2 or more and keep 1 or more, not {ngram!r} and {keep!r}")
+        self.ngram, self.keep = ngram, keep
+
+    def open(self, prompt_ids: Iterable[int]) -> "JacobiSession":
+        return JacobiSession(self, prompt_ids)
+
+
+class JacobiSession:
+    """One query.
+
+    levels  N - 1 lists of guesses, the oldest first: levels[j][c] is column c's guess for the (c + j + 1)-th token to
+            come. So levels[0] is the line, and column c's branch is levels[1][c], levels[2][c], ...
+    pool    first token -> the N - 1 tokens after it, the latest last
+    """
+
+    wants_picks = True
+
+    def __init__(self, drafter: Jacobi, prompt_ids: Iterable[int]) -> None:
+        self.n, self.text = drafter.ngram, []
+        self.levels: list[list[int]] = [[] for _ in range(self.n - 1)]
+        self.pool: defaultdict[int, deque] = defaultdict(lambda: deque(maxlen=drafter.keep))
+        self.rng = random.Random(0)
+        self.observe(prompt_ids)
+
+    def _guesses(self) -> list[list[int]]:
+        """Each column's path: the line up to it, and its branch."""
+        line, *later = self.levels
+        return [line[: c + 1] + [level[c] for level in later] for c in range(len(line))]
+
+    def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
+        branch = self.n - 1  # nodes of an n-gram behind the root, and of a column
+        columns = max(1, budget // 2 // branch)
+        for level in self.levels:
+            level += [self.rng.choice(self.text) for _ in range(columns - len(level))]
+            del level[columns:]
+        known = list(self.pool.get(self.text[-1], ()))[::-1]  # the latest first
+        return merge([*known[: max(1, budget // branch - columns)], *self._guesses()], budget)
+
+    def observe(
+        self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
+    ) -> None:
+        tokens = list(tokens)
+        if draft is not None and picks is not None:
+            new = []
+            for path in self._guesses():
+                nodes = draft.walk(path)
+                if len(nodes) == len(path):
+                    new.append(picks[nodes[-1] + 1])
+                    self._remember([*path[1 - self.n :], new[-1]])
+                else:  # the draft was cut
+                    new.append(self.rng.choice(self.text))
+            passed = len(tokens) - 1
+            self.levels = [level[passed:] for level in (*self.levels[1:], new)]
+        for token in tokens:
+            self.text.append(token)
+            self._remember(self.text[-self.n :])
+
+    def _remember(self, ngram: list[int]) -> None:
+        if len(ngram) == self.n:
+            known, rest = self.pool[ngram[0]], tuple(ngram[1:])
+            if rest in known:
+                known.remove(rest)
+            known.append(rest)
+
+    def close(self) -> None:
+        self.pool.clear()
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+
+class ModelDrafter:
+    """A smaller model of the same vocabulary drafts what it finds probable.
+
+    As a tree: its probabilities multiply along a path, and the nodes with the largest products are the draft, as in
+    trie.py. But to know a node's children costs a forward pass of the draft model, so up to `breadth` nodes are
+    expanded in one pass, the most probable first, under a tree mask like the target model's:
+
+        pass 1   (root)                 -> children   "12" 0.7   "13" 0.2   "24" 0.05 ...
+        pass 2   "12", "13", "24" ...   -> grandchildren, "12 eggs" 0.6 ...
+
+    up to `passes` passes, while a node that may stay in the draft has a probability of at least `least`. As a chain:
+    one node a pass, its most probable child only.
+
+    When the picker has noise, the draft foresees it. If the draft model's q were the target's p, the token with the
+    largest q exp(noise) would be picked for certain, whichever is most probable. How far to trust that (`trust`) is
+    learned from every token, as one weight between two guesses, by online EM:
+
+        P(token) = (1 - trust) q(token) + trust w(token) / sum of all w,      w(token) = q(token) exp(noise(token))
+
+    model    anything that decoders run on; it keeps a cache of its own for each query, rolled back in step
+    chain    one path instead of a tree
+    """
+
+    def __init__(self, model: Any, chain: bool = False, breadth: int = 8, passes: int = 8, least: float = 0.01) -> None:
+        if min(breadth, passes) < 1:
+            raise ValueError(f"breadth and passes must be 1 or more, not {breadth} and {passes}")
+        self.model, self.chain, self.least = model, chain, least
+        self.breadth, self.passes = (1, passes) if chain else (breadth, passes)
+        self.calibration, self.foresight = Calibration(), Calibration()  # without and with known noise
+        self.trust = 0.5
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def open(self, prompt_ids: Iterable[int]) -> "ModelSession":
+        return ModelSession(self, prompt_ids)
+
+
+class ModelSession:
+    """One query. The cache holds the first `known` tokens of the text; while a draft is made, its expanded nodes, too.
+
+    Lists by node, in the order in which nodes were made (a parent first): p, parents, tokens, paths (slots in the
+    cache that a node sees, its own last, once it was expanded).
+    """
+
+    RATE = 0.02  # at which trust is learned
+
+    def __init__(self, drafter: ModelDrafter, prompt_ids: Iterable[int]) -> None:
+        self.drafter, self.text = drafter, list(prompt_ids)
+        self.cache: Any = None
+        self.known = 0
+        self._last = DraftTree([], [])
+        self._estimates: list[float] = []
+        self._forget_nodes()
+
+    def _forget_nodes(self) -> None:
+        self.p: list[float] = []
+        self.parents: list[int] = []
+        self.tokens: list[int] = []
+        self.paths: dict[int, list[int]] = {}
+        self.children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+        self.guesses: dict[int, tuple[Tensor, Tensor]] = {}  # node -> q and w / sum of all w
+
+    def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
+        """At most `budget` nodes, most probable first; none once the draft model's context is full."""
+        drafter, model, picker = self.drafter, self.drafter.model, picker or Greedy()
+        self._forget_nodes()
+        past = len(self.text)
+        if budget < 1 or past > model.n_ctx:
+            self._last = DraftTree([], [])
+            return self._last
+        if self.cache is None:
+            self.cache = model.new_cache(model.n_ctx + drafter.breadth * drafter.passes)
+        self.known = min(self.known, past - 1)
+        self.cache.truncate(self.known)
+        foresees = picker.noise(past, model.vocab_size) is not None
+        self._curve = drafter.foresight if foresees else drafter.calibration
+        self._curve.refresh()
+        with torch.no_grad():
+            logits = model(self.text[self.known :], cache=self.cache, rows=[past - self.known - 1])  # (1, vocab_size)
+            self.known = past
+            self.paths[-1] = []  # the root's slot belongs to the past
+            self._expand(-1, logits[0], budget, picker)
+            for _ in range(drafter.passes - 1):
+                best = heapq.nlargest(budget, range(len(self.p)), key=self.p.__getitem__)
+                nodes = [node for node in best if node not in self.paths and self.p[node] >= drafter.least]
+                nodes = [node for node in nodes if past + len(self.paths[self.parents[node]]) < model.n_ctx]
+                nodes = nodes[: drafter.breadth]
+                if not nodes:
+                    break
+                base = self.cache.length
+                mask = torch.zeros(len(nodes), base + len(nodes), dtype=torch.bool)
+                mask[:, :past] = True
+                for row, node in enumerate(nodes):
+                    self.paths[node] = [*self.paths[self.parents[node]], base + row]
+                    mask[row, self.paths[node]] = True
+                positions = [past - 1 + len(self.paths[node]) for node in nodes]
+                logits = model([self.tokens[node] for node in nodes], positions, mask, self.cache)
+                for row, node in enumerate(nodes):  # (vocab_size,) each
+                    self._expand(node, logits[row], budget, picker)
+        # As no child is more probable than its parent and comes after it, what is best is a tree.
+        best = heapq.nlargest(budget, range(len(self.p)), key=self.p.__getitem__)
+        index = {-1: -1} | {node: i for i, node in enumerate(best)}
+        self._estimates = [self.p[node] for node in best]
+        self._last = DraftTree(
+            [self.tokens[node] for node in best],
+            [index[self.parents[node]] for node in best],
+            [self._curve(p) for p in self._estimates],
+        )
+        return self._last
+
+    def _expand(self, node: int, logits: Tensor, budget: int, picker: Picker) -> None:
+        """Give a node its most probable children."""
+        context, parent = [], node
+        while parent >= 0:
+            context.append(self.tokens[parent])
+            parent = self.parents[parent]
+        context = self.text + context[::-1]
+        q = picker.process(logits, context).float().softmax(-1)
+        noise = picker.noise(len(context), q.shape[-1], q.device)
+        guess = q
+        if noise is not None:
+            wins = q * noise.exp()
+            wins /= wins.sum()
+            self.guesses[node] = q, wins
+            guess = torch.lerp(q, wins, self.drafter.trust)
+        top = guess.topk(1 if self.drafter.chain else min(budget, q.shape[-1]))
+        p = self.p[node] if node >= 0 else 1.0
+        for share, token in zip(top.values.tolist(), top.indices.tolist()):
+            if share > 0:
+                self.children[node, token] = len(self.p)
+                self.p.append(p * share)
+                self.parents.append(node)
+                self.tokens.append(token)
+
+    def observe(
+        self, tokens: Iterable[int], draft: DraftTree | None = None, picks: Sequence[int] | None = None
+    ) -> None:
+        tokens, drafter = list(tokens), self.drafter
+        if draft and draft.begins(self._last):
+            self._curve.learn(self._estimates[: len(draft)], draft.walk(tokens))
+        node, slots = -1, []
+        for token in tokens:
+            if node in self.guesses:
+                blind, seeing = (float(guess[token]) for guess in self.guesses[node])
+                share = drafter.trust * seeing / max((1 - drafter.trust) * blind + drafter.trust * seeing, 1e-30)
+                drafter.trust += self.RATE * (min(max(share, 0.01), 0.99) - drafter.trust)
+            node = self.children.get((node, token), len(self.p))
+            if node not in self.paths:
+                break
+            slots.append(self.paths[node][-1])
+        if slots:  # expanded nodes on the way that the text took: the cache has these tokens already
+            self.cache.keep(self.known, slots)
+            self.known += len(slots)
+        self.text += tokens
+        self._forget_nodes()
+
+    def close(self) -> None:
+        self.cache = None
+        self._forget_nodes()
+
+
+# --- several ----------------------------------------------------------------------------------------------------------
+
+
+class Combined:
+    """The most probable nodes of several drafters' trees.
+
+    A node that several propose counts with the largest of their estimates; in a tree without estimates each node is
+    taken to be right half of the time. That is not the whole truth yet: what only the weakest of them proposes, and the
+    others do not, is less likely than it says. So for each set of proposers ("the trie alone", "the trie and the
+    model" ...) the estimates are corrected by how many of such nodes were accepted.
+
+    Raises ValueError for no drafter at all and for drafters with different vocabularies.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        self.drafters = list(drafters)
+        sizes = {getattr(drafter, "vocab_size", None) for drafter in self.drafters} - {None}
+        if not self.drafters or len(sizes) > 1:
+            raise ValueError(f"combine one or more drafters of one vocabulary, not {len(self.drafters)} of {sizes}")
+        self.vocab_size = next(iter(sizes), None)
+        # By set of proposers, as bits: [accepted nodes, sum of their estimates], fading, begun as if seen.
+        self.seen: defaultdict[int, list[float]] = defaultdict(lambda: [2.0, 2.0])
+
+    def open(self, prompt_ids: Sequence[int]) -> "CombinedSession":
+        return CombinedSession(self, prompt_ids)
+
+
+class CombinedSession:
+    """One query: a session of each drafter."""
+
+    def __init__(self, drafter: Combined, prompt_ids: Sequence[int]) -> None:
+        self.seen = drafter.seen
+        self.sessions: list[Session] = [each.open(prompt_ids) for each in drafter.drafters]
+        self.wants_picks = any(getattr(session, "wants_picks", False) for session in self.sessions)
+        self.trees: list[DraftTree] = []
+        self._last = DraftTree([], [])
+        self._sources: list[tuple[int, float]] = []  # of each node of it: its proposers, and their largest estimate
+
+    def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
+        self.trees = [session.draft(budget, picker) for session in self.sessions]
         tokens: list[int] = []
         parents: list[int] = []
-        grow[self.mode](budget, tokens, parents)
-        return DraftTree(tokens, parents)
-
-    def _suffixes(self) -> Iterator[tuple[Node, Node]]:
-        """The nodes of the text's suffixes in the outputs and in the prompt, longest suffix first."""
-        recent = list(self._recent)[-MAX_MATCH:]
-        for start in range(len(recent)):
-            output, prompt = self.trie.outputs.find(recent[start:]), self.own.find(recent[start:])
-            if output or prompt:  # a node without children is falsy
-                yield output, prompt
-
-    def _continuations(self, output: Node, prompt: Node, most: int) -> list[tuple]:
-        """(-weight, token, output child, prompt child) of the `most` frequent continuations, most frequent first.
-
-        Ties go to the smaller token id, so that drafting is deterministic.
-        """
-        weighted = {token: [-child.count, token, child, EMPTY] for token, child in output.items()}
-        for token, child in prompt.items():
-            entry = weighted.setdefault(token, [0, token, EMPTY, EMPTY])
-            entry[0] -= PROMPT_WEIGHT * child.count
-            entry[3] = child
-        # (-weight, token) differ between any two entries, so nodes are never compared
-        return heapq.nsmallest(most, [tuple(entry) for entry in weighted.values()])
-
-    def _hierarchical(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """Below the longest suffix the most frequent nodes, by a heap; if they do not fill the budget, the next suffix.
-
-        A child is never more frequent than its parent, so taking the most frequent node whose parent was taken gives
-        the most frequent ones of all. With counts a 5 (below it b 4, c 1) and d 2, and a budget of 3:
-
-            heap a5 d2 -> take a;    heap b4 d2 c1 -> take b;    heap d2 c1 -> take d
-        """
-        known: dict[tuple[int, int], int] = {}  # (parent, token) -> node, as a shorter suffix proposes some again
-        for output, prompt in self._suffixes():
-            if len(tokens) >= budget:
-                break
-            order = 0  # earlier entries first among equals; also keeps the heap from comparing nodes
-            heap: list[tuple] = []
-            node, below = -1, self._continuations(output, prompt, budget)  # the root's children are open first
-            while len(tokens) < budget:
-                for weight, token, *children in below:
-                    heapq.heappush(heap, (weight, order, token, node, children))
-                    order += 1
-                if not heap:
-                    break
-                _, _, token, parent, children = heapq.heappop(heap)
-                node, below = known.setdefault((parent, token), len(tokens)), self._continuations(*children, budget)
+        sources: list[tuple[int, float]] = []
+        nodes: dict[tuple[int, int], int] = {}
+        for number, tree in enumerate(self.trees):
+            mine = [-1]  # mine[i + 1]: its node i in the merged tree
+            for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents)):
+                key = mine[parent + 1], token
+                node = nodes.setdefault(key, len(tokens))
+                mine.append(node)
                 if node == len(tokens):
                     tokens.append(token)
-                    parents.append(parent)
+                    parents.append(key[0])
+                    sources.append((0, 0.0))
+                proposers, p = sources[node]
+                sources[node] = proposers | 1 << number, max(p, tree.probs[i] if tree.probs else 0.5 ** tree.depths[i])
+        p: list[float] = []
+        for parent, (proposers, estimate) in zip(parents, sources):
+            accepted, estimated = self.seen[proposers]
+            p.append(min(estimate * accepted / estimated, p[parent] if parent >= 0 else 1.0))
+        best = heapq.nlargest(budget, range(len(p)), key=p.__getitem__)  # of equals the earlier, so parents come first
+        index = {-1: -1} | {node: i for i, node in enumerate(best)}
+        self._sources = [sources[node] for node in best]
+        self._last = DraftTree([tokens[n] for n in best], [index[parents[n]] for n in best], [p[n] for n in best])
+        return self._last
 
-    def _parallel(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """A chain for each first token, from the most frequent on, the longest suffix first."""
-        started: set[int] = set()
-        for output, prompt in self._suffixes():
-            for entry in self._continuations(output, prompt, budget):
-                if len(tokens) >= budget:
-                    return
-                if entry[1] not in started:
-                    started.add(entry[1])
-                    self._chain(entry, budget, tokens, parents)
+    def observe(self, tokens: Sequence[int], draft: DraftTree | None = None, picks: list[int] | None = None) -> None:
+        """Each session hears of its own tree, and those that want picks of the tree which these belong to."""
+        if draft and draft.begins(self._last):
+            accepted = set(draft.walk(tokens))
+            for node, (proposers, p) in enumerate(self._sources[: len(draft)]):
+                seen = self.seen[proposers]
+                seen[0] += node in accepted
+                seen[1] += p
+                if seen[1] > 50:
+                    seen[:] = seen[0] / 2, seen[1] / 2
+        trees = self.trees if draft else [draft] * len(self.sessions)
+        for session, tree in zip(self.sessions, trees):
+            if getattr(session, "wants_picks", False):
+                session.observe(tokens, draft, picks)
+            else:
+                session.observe(tokens, tree)
 
-    def _single(self, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """The most frequent chain below the longest suffix that was continued."""
-        for output, prompt in self._suffixes():
-            return self._chain(self._continuations(output, prompt, 1)[0], budget, tokens, parents)
-
-    def _chain(self, entry: tuple, budget: int, tokens: list[int], parents: list[int]) -> None:
-        """Follow the most frequent continuation until the trie or the budget ends."""
-        parent = -1
-        while entry is not None and len(tokens) < budget:
-            _, token, output, prompt = entry
-            tokens.append(token)
-            parents.append(parent)
-            parent = len(tokens) - 1
-            entry = next(iter(self._continuations(output, prompt, 1)), None)
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()

@@ -1625,7 +1625,7 @@ def test_trie_refuses():
     assert trie.n_nodes == 0 and trie.count([1]) == 0  # nothing half-inserted
 
 
-# --- drafters.py: the paper's modes ---------------------------------------------------------------------------------
+# --- paper.py: the paper's own modes ---------------------------------------------------------------------------------
 
 
 def test_counts_are_kept_apart_by_where_they_begin():

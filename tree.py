@@ -64,6 +64,11 @@ class DraftTree:
             nodes.append(node)
         return nodes
 
+    def begins(self, other: "DraftTree") -> bool:
+        """Whether this tree is the first nodes of the other one: the same numbers mean the same nodes."""
+        n = len(self)
+        return self.parents == other.parents[:n] and self.tokens == other.tokens[:n]
+
     def mask(self) -> Tensor:
         """(n + 1, n + 1) bool on the CPU: row i + 1 is node i; it sees (True) the root, its ancestors and itself.
 

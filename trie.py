@@ -90,7 +90,7 @@ class TokenTrie:
     max_depth   longest path, in tokens: a suffix of max_depth - 1 tokens and what followed. None: 5 in best-first
                 mode, where drafts run deeper than the trie, 8 in the paper's
     max_nodes   never exceeded: when it is reached, what is worth least is forgotten (counts.py). About 200 bytes each
-    mode        "best-first", or one of the paper's, "hierarchical", "parallel" and "single" (drafters.py)
+    mode        "best-first", or one of the paper's, "hierarchical", "parallel" and "single" (paper.py)
 
     An open query has a private trie beside the shared one, with the same bounds; `n_nodes` and `nbytes` are about the
     shared one. All methods that take tokens raise ValueError for ids that are negative or outside the vocabulary. Not
@@ -154,7 +154,7 @@ class TokenTrie:
         """A query begins."""
         if self.mode == "best-first":
             return TrieSession(self, prompt_ids)
-        from drafters import PaperSession  # drafters.py imports this file, so it is loaded only when asked for
+        from paper import PaperSession  # paper.py imports this file, so it is loaded only when asked for
 
         return PaperSession(self, prompt_ids)
 
@@ -290,10 +290,8 @@ class TrieSession:
     ) -> None:
         """These tokens were emitted. Their n-grams are in the trie from now on, for this query and all others."""
         tokens = [self.trie.check(token) for token in tokens]
-        n = len(draft or ())
-        if tokens and n and self._last.parents[:n] == draft.parents and self._last.tokens[:n] == draft.tokens:
-            # The first n nodes of the last draft were verified. (Cut otherwise, nodes have other numbers: no lesson.)
-            self._curve.learn(self._estimates[:n], draft.walk(tokens))
+        if tokens and draft and draft.begins(self._last):  # cut otherwise, nodes have other numbers: no lesson
+            self._curve.learn(self._estimates[: len(draft)], draft.walk(tokens))
             self._steps += 1
             if self._steps % 8 == 0:  # now and then is often enough for a curve of hundreds of steps
                 self._curve.refresh()
