@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import torch
 
 import weights
+from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
-from lookahead import decode, first_difference, generate_many, near_tie
+from lookahead import Drafter, decode, first_difference, generate_many, near_tie
 from model import GPT
 from sampling import Greedy, Picker, Sampler
 from screen import as_json, finite, note, print_comparison, print_summary, speed, stream
@@ -30,6 +31,7 @@ PROMPT_OTHER = "The bakery on the corner opens before sunrise, and the first cus
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 PACK = {"auto": None, "on": True, "off": False}
+DRAFTERS = ("trie", "prompt-lookup", "jacobi", "model", "combined", "none")
 
 DESCRIPTION = """\
 Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text
@@ -93,13 +95,21 @@ def make_parser() -> Parser:
     draft.add_argument(
         "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step (default: auto)"
     )
+    draft.add_argument(
+        "--drafter", choices=DRAFTERS, default="trie",
+        help="where guesses come from: a trie of earlier text (default), the text itself (prompt-lookup), what the "
+        "model said too early (jacobi), a smaller model, trie + text + smaller model if any (combined), nowhere (none)",
+    )  # fmt: skip
+    draft.add_argument(
+        "--draft-model", metavar="NAME", help="the smaller model, same vocabulary (default for tiny: nano)"
+    )
     draft.add_argument("--mode", choices=MODES, help=f"how the trie drafts (default: {MODES[0]})")
     draft.add_argument("--warmup", metavar="FILE", help="responses to put into the trie first: text with blank "
                        'lines between them, or JSONL of {"response": ...}')  # fmt: skip
     draft.add_argument("--load-trie", metavar="FILE", help="start with a trie that --save-trie wrote")
     draft.add_argument("--save-trie", metavar="FILE", help="write the trie, with all it has learned, at the end")
     draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
-    draft.add_argument("--no-lookahead", action="store_true", help="plain decoding, one token per forward pass")
+    draft.add_argument("--no-lookahead", action="store_true", help="plain decoding; the same as --drafter none")
     draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
@@ -149,11 +159,23 @@ def no_memory(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.drafter == "none":
+        args.no_lookahead = True
+    plain = "--no-lookahead" if args.drafter != "none" else "--drafter none"
     if args.compare and args.no_lookahead:
-        raise ValueError("--compare already runs plain decoding beside lookahead: leave out --no-lookahead")
-    for name in ("warmup", "load_trie", "save_trie", "trace", "mode"):
+        raise ValueError(f"--compare already runs plain decoding beside lookahead: leave out {plain}")
+    for name in ("warmup", "load_trie", "save_trie", "mode"):
+        if args.drafter in ("prompt-lookup", "jacobi", "model") and getattr(args, name):
+            raise ValueError(f"--drafter {args.drafter} has no trie: leave out --{name.replace('_', '-')}")
+    if args.draft_model is None and args.drafter == "model":
+        if args.model != "tiny":
+            raise ValueError("--drafter model needs --draft-model: a smaller model with the same vocabulary")
+        args.draft_model = "nano"
+    if args.draft_model is not None and args.drafter not in ("model", "combined"):
+        raise ValueError("--draft-model is for --drafter model or combined")
+    for name in ("warmup", "load_trie", "save_trie", "trace", "mode", "draft_model"):
         if args.no_lookahead and getattr(args, name):
-            raise ValueError(f"--no-lookahead drafts nothing: leave out --{name.replace('_', '-')}")
+            raise ValueError(f"{plain} drafts nothing: leave out --{name.replace('_', '-')}")
     for name in ("json", "compare", "prompt", "prompt_file"):
         if args.interactive and getattr(args, name):
             raise ValueError(f"--interactive reads its prompts itself: leave out --{name.replace('_', '-')}")
@@ -177,13 +199,14 @@ def run(args: argparse.Namespace) -> int:
     if args.exact:
         model = Exact(model)
     tokenizer = Tokenizer.for_model(model)
-    trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
+    trie = make_trie(args, model, tokenizer) if args.drafter in ("trie", "combined") and not args.no_lookahead else None
+    drafter = None if args.no_lookahead else make_drafter(args, model, trie)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
     started = trie.outputs.clock if trie is not None else 0
     try:
         if args.interactive:
-            return interactive(args, model, tokenizer, trie, settings)
-        return once(args, model, tokenizer, trie, settings, prompt)
+            return interactive(args, model, tokenizer, drafter, settings)
+        return once(args, model, tokenizer, drafter, settings, prompt)
     finally:  # also when Ctrl-C ends a conversation; but a run that failed before its first token changes no file
         if args.save_trie and (trie.outputs.clock > started or args.warmup):
             trie.save(args.save_trie)
@@ -194,7 +217,7 @@ def once(
     args: argparse.Namespace,
     model: GPT | Exact,
     tokenizer: Tokenizer,
-    trie: TokenTrie | None,
+    drafter: Drafter | None,
     settings: dict[str, Any],
     prompt: str | None,
 ) -> int:
@@ -209,11 +232,11 @@ def once(
         note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
     prompt_ids = tokenizer.encode(prompt)
     if args.num_return_sequences != 1:
-        return many(args, model, tokenizer, trie, settings, prompt_ids)
+        return many(args, model, tokenizer, drafter, settings, prompt_ids)
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that
         for _ in decode(model, prompt_ids, **settings | {"max_new_tokens": min(8, args.max_new_tokens)}):
             pass
-    steps = decode(model, prompt_ids, drafter=trie, budget=args.budget, **settings)
+    steps = decode(model, prompt_ids, drafter=drafter, budget=args.budget, **settings)
     generation, first_text = stream(steps, tokenizer, args)
     if not args.compare:
         if args.json:
@@ -253,13 +276,13 @@ def many(
     args: argparse.Namespace,
     model: GPT | Exact,
     tokenizer: Tokenizer,
-    trie: TokenTrie | None,
+    drafter: Drafter | None,
     settings: dict[str, Any],
     prompt_ids: list[int],
 ) -> int:
     """Several samples, one after another. Returns the exit code."""
     generations = generate_many(
-        model, prompt_ids, args.num_return_sequences, drafter=trie, budget=args.budget, **settings
+        model, prompt_ids, args.num_return_sequences, drafter=drafter, budget=args.budget, **settings
     )
     if args.json:
         print(json.dumps({"sequences": [as_json(generation, tokenizer) for generation in generations]}))
@@ -293,14 +316,36 @@ def make_trie(args: argparse.Namespace, model: GPT | Exact, tokenizer: Tokenizer
     return trie
 
 
+def make_drafter(args: argparse.Namespace, model: GPT | Exact, trie: TokenTrie | None) -> Drafter:
+    if args.drafter == "jacobi" and args.budget == "auto":
+        args.budget = 32  # guesses pay only later, which the automatic budget does not see
+        note(args, "jacobi drafts a fixed number of tokens: 32 (--budget N for another)")
+    made: list[Drafter] = [trie] if trie is not None else []
+    if args.drafter in ("prompt-lookup", "combined"):
+        made.append(PromptLookup())
+    if args.drafter == "jacobi":
+        made.append(Jacobi())
+    if args.draft_model is not None:
+        small = GPT.load(args.draft_model, model.device, model.dtype, PACK[args.pack])
+        if small.vocab_size != model.vocab_size:
+            sizes = f"{small.vocab_size} tokens, {args.model} {model.vocab_size}"
+            raise ValueError(f"--draft-model {args.draft_model} has a vocabulary of {sizes}: they must be the same")
+        made.append(ModelDrafter(small))
+    return Combined(made) if len(made) > 1 else made[0]
+
+
 def interactive(
-    args: argparse.Namespace, model: GPT | Exact, tokenizer: Tokenizer, trie: TokenTrie | None, settings: dict[str, Any]
+    args: argparse.Namespace,
+    model: GPT | Exact,
+    tokenizer: Tokenizer,
+    drafter: Drafter | None,
+    settings: dict[str, Any],
 ) -> int:
     """Prompts from standard input, one a line, until an empty line or its end."""
     if sys.stdin is None:
         raise FileNotFoundError("cannot read standard input: it is closed")
     asks = args.model in weights.BUNDLED
-    decode(model, [0], drafter=trie, budget=args.budget, **settings)  # wrong options are refused before any prompt
+    decode(model, [0], drafter=drafter, budget=args.budget, **settings)  # wrong options are refused before any prompt
     note(args, f"one {'question' if asks else 'prompt'} a line; an empty line ends")
     while True:
         if sys.stdin.isatty():
@@ -310,7 +355,7 @@ def interactive(
             return 0
         prompt = f"Question: {line.removeprefix('Question:').strip()}\nAnswer:" if asks else line
         try:
-            steps = decode(model, tokenizer.encode(prompt), drafter=trie, budget=args.budget, **settings)
+            steps = decode(model, tokenizer.encode(prompt), drafter=drafter, budget=args.budget, **settings)
         except ValueError as error:  # the prompt is too long: the next one may fit
             print(f"lookahead: {error}", file=sys.stderr)
             continue
@@ -318,7 +363,8 @@ def interactive(
         about = [f"{len(generation.tokens)} tokens", f"{speed(generation):.0f} tokens/s"]
         if generation.steps:
             about.insert(1, f"{generation.tokens_per_step:.2f} per step")
-        if trie is not None:
+        trie = getattr(drafter, "drafters", [drafter])[0]  # Combined has the trie first
+        if isinstance(trie, TokenTrie):
             about.append(f"{trie.n_nodes:,} nodes in the trie")
         print(f"[{', '.join(about)}]\n", flush=True)
 
