@@ -3,6 +3,8 @@
     python bench.py cost   [--model tiny] [--dtype float32] [--prefix 256 ...] [--rows 1 2 4 8 ...]
     python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
     python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...]
+    python bench.py drafters [--model tiny] [--draft-model nano] [--temperature 1] [--budget 32]
+    python bench.py parting [--model tiny] [--dtype bfloat16] [--temperature 0]
     python bench.py growth [--tokens 10000 100000 ...] [--mode ...] [--max-nodes N]
 
 `cost` measures T(n), the time of a forward of n rows, against the same model with torch's F.linear and against two
@@ -16,6 +18,8 @@ weights: there the forwards are real and a recorded response (--responses) decid
 `replay` (replay.py) needs no model: responses that some model gave stand in for it. It measures drafting alone, tokens
 per step and what they cost, for each mode and budget. `growth` measures what a trie costs as it grows.
 
+`drafters` compares the sources of drafts, `parting` counts how often rounding shows in the text (compare.py).
+
 All print a table and write it with pictures to --out; or they print one JSON object (--json).
 """
 
@@ -28,20 +32,20 @@ import json
 import os
 import platform
 import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
 from cli import check_device
-from model import GPT, GPTConfig, Linear
-from packing import apply_packed, packed
+from compare import compare_drafters, parting
+from cost import bounds, bytes_read, forward_of, load_model, median_seconds, with_plain_linear
+from lookahead import generate
+from model import GPT
 from replay import BINS, growth, print_table, read_pairs, replay, write_csv
+from sampling import Sampler
 from speed import compete, starting
 from tokenizer import Tokenizer
 from train import problems
@@ -98,83 +102,6 @@ def run_replay(args: argparse.Namespace) -> int:
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
-
-
-def load_model(name: str, dtype: torch.dtype, device: torch.device, pack: bool | None = None) -> GPT:
-    """A model by name; "124m" is GPT-2's smallest published shape with random weights."""
-    if name != "124m":
-        return GPT.load(name, device, dtype, pack)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, n_ctx=1024))
-    model = model.to(device, dtype).requires_grad_(False).eval()
-    if pack is not False:
-        model.pack()
-    return model
-
-
-def with_plain_linear(model: GPT) -> GPT:
-    """The same model, its products computed by F.linear from (n_out, n_in) weights, as most libraries do."""
-    other = copy.deepcopy(model)
-    other.packed = None
-    for module in other.modules():
-        if isinstance(module, Linear):
-            weight, bias = module.weight.T.contiguous(), module.bias
-            module.forward = lambda x, weight=weight, bias=bias: F.linear(x, weight, bias)
-    return other
-
-
-def median_seconds(functions: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Medians, the functions taking turns; the first round is not counted."""
-    times: list[list[float]] = [[] for _ in functions]
-    for round_number in range(repeats + 1):
-        for function, mine in zip(functions, times):
-            began = time.perf_counter()
-            function()
-            if round_number:
-                mine.append(time.perf_counter() - began)
-    return [statistics.median(mine) for mine in times]
-
-
-def forward_of(model: GPT, rows: int, prefix: int) -> Callable[[], object]:
-    """A forward of `rows` rows as verification makes it, behind `prefix` tokens; repeatable."""
-    cache = model.new_cache(prefix + rows)
-    tokens = [i * 7919 % model.vocab_size for i in range(prefix + rows)]
-    with torch.no_grad():
-        model(tokens[:prefix], cache=cache)
-    positions = [prefix + min(i, 7) for i in range(rows)]
-    mask = torch.ones(rows, prefix + rows, dtype=torch.bool)
-    mask[:, prefix:] = torch.eye(rows, dtype=torch.bool)
-    mask[:, prefix] = True
-
-    def run() -> None:
-        with torch.no_grad():
-            model(tokens[prefix:], positions, mask if rows > 1 else None, cache)[-1, 0].item()
-        cache.truncate(prefix)
-
-    return run
-
-
-def bounds(model: GPT, repeats: int) -> tuple[float, float]:
-    """(bytes per second, operations per second): the best that this machine shows for reading weights like the model's
-    and for multiplying matrices, over a few ways of doing each."""
-    dtype, device = model.dtype, model.device
-    side = 4096
-    count = max(model.nbytes // model.wte.weight.element_size() // side, 256)
-    big = torch.ones(count, side, dtype=dtype, device=device)
-    vector = torch.ones(side, dtype=dtype, device=device)
-    readers = [lambda: big.sum().item(), lambda: big.max().item(), lambda: (big @ vector)[0].item()]
-    copy_of = packed(big)
-    if copy_of is not None:
-        readers.append(lambda: apply_packed(vector[None], copy_of, None)[0, 0].item())
-    fastest = min(median_seconds(readers, repeats))
-    square = torch.ones(1024, 1024, dtype=dtype, device=device)
-    products = [lambda: (square @ square)[0, 0].item(), lambda: F.linear(square, square)[0, 0].item()]
-    return big.numel() * big.element_size() / fastest, 2 * 1024**3 / min(median_seconds(products, repeats))
-
-
-def bytes_read(model: GPT) -> int:
-    """What a forward pass has to read of the weights: all but the table of positions."""
-    return model.nbytes - model.wpe.weight.numel() * model.wpe.weight.element_size()
 
 
 def run_cost(args: argparse.Namespace) -> int:
@@ -254,6 +181,55 @@ def run_speed(args: argparse.Namespace) -> int:
     return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
 
 
+# --- drafters and rounding --------------------------------------------------------------------------------------------
+
+
+def own_problems(args: argparse.Namespace, model: GPT) -> tuple[Tokenizer, list]:
+    if args.problems < 1 or args.repeat < 1 or args.max_new_tokens < 2 or args.temperature < 0:
+        raise ValueError("--problems and --repeat must be 1 or more, --max-new-tokens 2, --temperature 0")
+    tokenizer = Tokenizer.for_model(model)
+    return tokenizer, [(tokenizer.encode(text), []) for text in problems(args.problems, seed=77)]
+
+
+def run_drafters(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
+    tokenizer, asked = own_problems(args, model)
+    small = None if args.draft_model == "none" else GPT.load(args.draft_model, model.device, model.dtype)
+    warm = [response for _, response in read_pairs(args.responses, model.vocab_size)][: args.warm]
+    if args.temperature:  # a trie of greedy texts would say little about sampled ones
+        trie, pickers = (
+            TokenTrie(model.vocab_size),
+            [Sampler(args.temperature, seed=1000 + i) for i in range(args.warm)],
+        )
+        warm = [
+            generate(model, tokenizer.encode(text), drafter=trie, picker=picker, stop_ids=[tokenizer.eot]).tokens
+            for text, picker in zip(problems(args.warm, seed=78), pickers)
+        ]
+    rows, remarks = compare_drafters(
+        model, small, asked, warm, args.budget, temperature=args.temperature, stop=tokenizer.eot,
+        max_new_tokens=args.max_new_tokens, repeat=args.repeat, progress=functools.partial(progress, args),
+    )  # fmt: skip
+    about = describe(args, model) | {"problems": len(asked), "warm": len(warm), "remarks": remarks}
+    about |= {"draft_model": args.draft_model, "temperature": args.temperature, "budget": args.budget}
+    kind = f"temperature {args.temperature:g}" if args.temperature else "greedy"
+    heading = f"{args.model}, {len(asked)} problems, {kind}, budget {args.budget} ({machine(about)}):"
+    return report(args, "drafters", heading, rows, about, lambda viz, out: viz.draw_drafters(rows, out, heading))
+
+
+def run_parting(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
+    tokenizer, asked = own_problems(args, model)
+    reference = copy.deepcopy(model)
+    reference.packed = None
+    rows, remarks = parting(
+        model, reference.double(), asked, budget=args.budget, temperature=args.temperature, stop=tokenizer.eot,
+        max_new_tokens=args.max_new_tokens, progress=functools.partial(progress, args),
+    )  # fmt: skip
+    about = describe(args, model) | {"problems": len(asked), "remarks": remarks}
+    heading = f"{args.model}, plain decoding against lookahead, {len(asked)} problems ({machine(about)}):"
+    return report(args, "parting", heading, rows, about, lambda viz, out: [])
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +282,14 @@ def report(
     return 0
 
 
-COMMANDS = {"replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed}
+COMMANDS = {
+    "replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed, "drafters": run_drafters,
+    "parting": run_parting,
+}  # fmt: skip
+
+
+def nodes(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -328,6 +311,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, text in (
         ("cost", "the time of a forward pass by its number of rows, with bounds"),
         ("speed", "tokens per second: plain, lookahead, and transformers where it is installed"),
+        ("drafters", "every source of drafts on the same problems"),
+        ("parting", "how often rounding makes lookahead's text another one, and how close a call it was"),
     ):
         one = commands.add_parser(name, help=text)
         one.add_argument("--model", default="tiny", help="as for lookahead.py, or 124m: GPT-2's shape, random weights")
@@ -338,14 +323,20 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--prefix", type=int, nargs="+", default=[256], metavar="N", help="default: 256")
             one.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 48, 64], metavar="N")
         else:
+            one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
+            one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+        if name in ("speed", "drafters"):
             file = "assets/responses.jsonl"
             one.add_argument("--responses", default=file, metavar="FILE", help=f"warm the trie (default: {file})")
             one.add_argument("--warm", type=int, default=200, metavar="N", help="responses inserted first")
-            one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
-            one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+        if name == "speed":
             one.add_argument("--random", action="store_true", help="decode random tokens: nothing can be guessed")
-            one.add_argument("--budget", nargs="+", type=lambda text: text if text == "auto" else int(text),
-                             default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")  # fmt: skip
+            one.add_argument("--budget", nargs="+", type=nodes, default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")
+        elif name != "cost":
+            one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
+            one.add_argument("--budget", type=nodes, default=32 if name == "drafters" else 15, metavar="B")
+        if name == "drafters":
+            one.add_argument("--draft-model", default="nano", metavar="NAME", help="none: without (default: nano)")
     for name, one in commands.choices.items():
         if name in ("replay", "growth"):
             one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")

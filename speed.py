@@ -57,6 +57,7 @@ class Contender:
     emitted: int = 0
     drafted: int = 0
     steps: int = 0
+    drafting: float = 0.0  # seconds
 
 
 def ours(
@@ -140,6 +141,7 @@ def race(
                 contender.emitted += emitted
                 contender.drafted += sum(len(step.draft) for step in mine)
                 contender.steps += len(mine)
+                contender.drafting += sum(step.seconds.draft for step in mine)
         yield repetition + 1, contenders
 
 

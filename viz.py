@@ -134,3 +134,17 @@ def draw_speed(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
     axes.set_title(title.replace(" (", "\n("), fontsize=8)
     axes.margins(x=0.1)
     return [_save(figure, out / "speed.png")]
+
+
+def draw_drafters(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
+    """Tokens per step and tokens per second of every source of drafts, side by side."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.4 * len(rows) + 1.4), sharey=True)
+    names = [row["drafter"] for row in rows][::-1]
+    for axes, key, label in zip(panels, ("tokens_per_step", "tokens_per_s"), ("tokens per step", "tokens per second")):
+        values = [row[key] for row in rows][::-1]
+        bars = axes.barh(names, values, color=["#5b7db1" if name == "plain" else "#0b6e4f" for name in names])
+        axes.bar_label(bars, fmt="%.2f" if key == "tokens_per_step" else "%.0f", padding=3, fontsize=8)
+        axes.set_xlabel(label)
+        axes.margins(x=0.15)
+    figure.suptitle(title.replace(" (", "\n("), fontsize=8)
+    return [_save(figure, out / "drafters.png")]
