@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 import bench
 import cli
+import cost
 import lookahead
 import packing
 import speed
@@ -2486,6 +2487,32 @@ def test_options_reach_the_decoder(mode, capsys, tmp_path):
     assert report["tokens"] == expected.tokens and report["steps"] == len(expected.steps)
 
 
+def test_every_drafter_on_the_command_line(capsys):
+    """All write the plain text; the steps are those of the drafter asked for; samples are those of the Python API."""
+    argv = ["--model", "nano", "--prompt", BAKER, "--max-new-tokens", "24", "--json", "--budget", "8"]
+    argv += ["--temperature", "0.8", "--min-p", "0.05", "--repetition-penalty", "1.05", "--num-return-sequences", "2"]
+    tokenizer, model, small = Tokenizer(4096), bundled("nano"), ["--draft-model", "nano"]
+    drafters = {
+        "none": (None, []),
+        "trie": (TokenTrie(4096), []),
+        "prompt-lookup": (PromptLookup(), []),
+        "jacobi": (Jacobi(), []),
+        "model": (ModelDrafter(model), small),
+        "combined": (Combined([TokenTrie(4096), PromptLookup(), ModelDrafter(model)]), small),
+    }
+    assert set(drafters) == set(cli.DRAFTERS)
+    settings = {"max_new_tokens": 24, "stop_ids": (tokenizer.eot,), "budget": 8}
+    picker = Sampler(0.8, min_p=0.05, repetition_penalty=1.05)
+    for name, (drafter, more) in drafters.items():
+        assert cli.main([*argv, "--drafter", name, *more]) == 0
+        found = json.loads(capsys.readouterr().out)["sequences"]
+        expected = generate_many(model, tokenizer.encode(BAKER), 2, picker=picker, drafter=drafter, **settings)
+        assert [(one["tokens"], one["steps"]) for one in found] == [(g.tokens, len(g.steps)) for g in expected], name
+    assert found[0]["tokens_per_step"] > 2  # nano drafts for itself
+    assert cli.main(["--model", "nano", "--prompt", BAKER, "--drafter", "jacobi", "--max-new-tokens", "4"]) == 0
+    assert "fixed number of tokens" in capsys.readouterr().err
+
+
 def test_prompt_files_and_standard_input(capsys, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(BAKER + "\n", encoding="utf-8")
@@ -2530,7 +2557,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "not UTF-8": ["--prompt-file", str(tmp_path / "latin1")],
         "prompt is empty": ["--prompt-file", str(tmp_path / "empty")],
         "record 2": ["--prompt", "a", "--warmup", str(tmp_path / "bad.jsonl")],
-        "no model": ["--prompt", "a", "--model", "gpt5"],
+        "no model 'gpt5'": ["--prompt", "a", "--model", "gpt5"],
         "temperature": ["--prompt", "a", "--temperature", "-1"],
         "top_p": ["--prompt", "a", "--top-p", "0"],
         "top_k": ["--prompt", "a", "--top-k", "-3"],
@@ -2547,6 +2574,11 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "record 3": ["--prompt", "a", "--warmup", str(tmp_path / "deep.jsonl")],
         "read once": ["--prompt", "-", "--warmup", "-"],
         "drafts nothing": ["--prompt", "a", "--no-lookahead", "--warmup", "x"],
+        "--drafter none drafts nothing": ["--prompt", "a", "--drafter", "none", "--trace"],
+        "has no trie: leave out --save-trie": ["--prompt", "a", "--drafter", "jacobi", "--save-trie", "x"],
+        "needs --draft-model": ["--prompt", "a", "--model", "nano", "--drafter", "model"],
+        "is for --drafter model or combined": ["--prompt", "a", "--draft-model", "nano"],
+        "no model 'gpt6'": ["--prompt", "a", "--drafter", "model", "--draft-model", "gpt6"],
         "leave out --trace": ["--prompt", "a", "--json", "--trace"],
         "leave out --prompt": ["--prompt", "a", "--interactive"],
         "no trie file": ["--prompt", "a", "--load-trie", str(tmp_path / "none")],
@@ -2753,7 +2785,7 @@ def test_growth_and_cost_measure_what_they_say(tmp_path, capsys):
     }  # fmt: skip
     assert len((tmp_path / "cost.csv").read_text().splitlines()) == 5
     model = bundled("nano", pack=False)
-    assert (bench.with_plain_linear(model)([1, 2, 3]) - model([1, 2, 3])).abs().max() < 1e-4
+    assert (cost.with_plain_linear(model)([1, 2, 3]) - model([1, 2, 3])).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("what", [[], ["--random"]], ids=["own", "random"])
@@ -2781,6 +2813,25 @@ def test_speed_races_fairly(what, tmp_path, capsys, monkeypatch):
     assert len(passes) == 6 and [trie.n_nodes for trie in passes[:3]] == [trie.n_nodes for trie in passes[3:]]
     assert bench.main([*argv, *what, "--budget", "4", "--out", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"speed.csv", "speed.png"}
+
+
+def test_drafters_and_parting_are_measured(tmp_path, capsys):
+    argv = ["drafters", "--model", "nano", "--problems", "2", "--warm", "3", "--max-new-tokens", "16", "--repeat", "1"]
+    assert bench.main([*argv, "--temperature", "1", "--budget", "8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    rows = {row["drafter"]: row for row in result["rows"]}
+    assert len(rows) == 10 and rows["plain"]["tokens_per_step"] == 1 and len(result["remarks"]) == 3
+    # nano drafts for itself: whoever sees the noise is nearly always right
+    assert rows["draft model, tree"]["tokens_per_step"] > rows["draft model, tree, noise unseen"]["tokens_per_step"] > 2
+    assert all(row["draft_ms"] > 0 and row["nodes_per_step"] <= 8 for name, row in rows.items() if name != "plain")
+    assert bench.main([*argv, "--out", str(tmp_path), "--draft-model", "none"]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"drafters.csv", "drafters.png"}
+    capsys.readouterr()
+    argv = ["parting", "--model", "nano", "--problems", "6", "--max-new-tokens", "32", "--dtype", "bfloat16", "--json"]
+    assert bench.main(argv) == 0
+    rows = {row["mode"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["exact"]["parted"] == 0 and rows["ordinary"]["tokens"] > 100
+    assert all(row.get("largest_unit", 0) <= lookahead.ROUNDING[torch.bfloat16] for row in rows.values())
 
 
 def test_bench_bad_input_is_one_line_and_code_2(tmp_path, capsys):
