@@ -55,6 +55,16 @@ GOLDEN = ROOT / "assets" / "golden_logits.safetensors"
 BAKER = "Question: A baker makes 12 trays of 8 rolls and sells each roll for 2 dollars. How much does he earn?\nAnswer:"
 
 
+@pytest.fixture(autouse=True)
+def threads(request):
+    """One thread in fast tests: toys gain nothing from two, and threads that wait for each other make the tests of a
+    busy machine several times slower. Slow tests have torch's own choice."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(usual if request.node.get_closest_marker("slow") else 1)
+    yield
+    torch.set_num_threads(usual)
+
+
 # --- helpers --------------------------------------------------------------------------------------------------------
 
 
@@ -2229,16 +2239,16 @@ def identical_on_prompts(
 
 
 def test_greedy_lookahead_is_identical_on_a_bundled_model():
-    ties = identical_on_prompts("nano", 25, 96, (4, 16), [Greedy()])
-    assert ties <= 4  # of 200 runs; more would mean that rounding is not what it was
+    ties = identical_on_prompts("nano", 15, 96, (4, 16), [Greedy()])
+    assert ties <= 3  # of 120 runs; more would mean that rounding is not what it was
 
 
 def test_the_same_without_packed_weights():
-    assert identical_on_prompts("nano", 10, 64, ("auto",), [Greedy(), Sampler(1.0, seed=1)], pack=False) <= 2
+    assert identical_on_prompts("nano", 8, 64, ("auto",), [Greedy(), Sampler(1.0, seed=1)], pack=False) <= 2
 
 
 def test_sampled_lookahead_is_identical_on_a_bundled_model():
-    assert identical_on_prompts("nano", 25, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
+    assert identical_on_prompts("nano", 15, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
 
 
 @pytest.mark.slow
@@ -2308,8 +2318,8 @@ def test_two_tokens_per_step_after_two_hundred_responses_of_its_own():
     {"top_k": 2, "repetition_penalty": 1.3}, {"min_p": 0.2}))], ids=str,
 )  # fmt: skip
 def test_joint_distribution_of_three_tokens_equals_enumeration(drafting, settings):
-    """All 27 outputs of a toy model over three tokens, 3,000 seeds; with drafts right and wrong."""
-    model, small, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), toy(1, 2, 6, 3, 16, scale=0.9), [0, 2, 0], 3000
+    """All 27 outputs of a toy model over three tokens, 2,000 seeds; with drafts right and wrong."""
+    model, small, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), toy(1, 2, 6, 3, 16, scale=0.9), [0, 2, 0], 2000
     exact, process = {}, Sampler(**settings).process
     for text in itertools.product(range(3), repeat=3):
         p = 1.0
@@ -2341,7 +2351,7 @@ def test_joint_distribution_of_three_tokens_equals_enumeration(drafting, setting
 
 def test_wrong_samplers_are_noticed():
     """The test above can fail: the same statistics refuse noise that is the same at every position."""
-    model, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), [0, 2], 3000
+    model, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), [0, 2], 1500
 
     class Biased(Sampler):
         def noise(self, position, vocab_size, device="cpu"):
