@@ -4,6 +4,7 @@
     python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
     python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...]
     python bench.py drafters [--model tiny] [--draft-model nano] [--temperature 1] [--budget 32]
+    python bench.py acceptance [--model tiny] [--draft-model nano] [--temperature 1]
     python bench.py parting [--model tiny] [--dtype bfloat16] [--temperature 0]
     python bench.py growth [--tokens 10000 100000 ...] [--mode ...] [--max-nodes N]
 
@@ -19,6 +20,7 @@ weights: there the forwards are real and a recorded response (--responses) decid
 per step and what they cost, for each mode and budget. `growth` measures what a trie costs as it grows.
 
 `drafters` compares the sources of drafts, `parting` counts how often rounding shows in the text (compare.py).
+`acceptance` measures how often a draft model's token stands, by the classical rule and by shared noise (classical.py).
 
 All print a table and write it with pictures to --out; or they print one JSON object (--json).
 """
@@ -39,6 +41,7 @@ from pathlib import Path
 
 import torch
 
+from classical import acceptance
 from cli import check_device
 from compare import compare_drafters, parting
 from cost import bounds, bytes_read, forward_of, load_model, median_seconds, with_plain_linear
@@ -216,6 +219,24 @@ def run_drafters(args: argparse.Namespace) -> int:
     return report(args, "drafters", heading, rows, about, lambda viz, out: viz.draw_drafters(rows, out, heading))
 
 
+def run_acceptance(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
+    small = GPT.load(args.draft_model, model.device, model.dtype)
+    tokenizer, asked = own_problems(args, model)
+    rows = []
+    for temperature in [args.temperature] if args.temperature else (0.5, 0.7, 1.0, 1.3):
+        trie, texts = TokenTrie(model.vocab_size), []
+        for i, (prompt, _) in enumerate(asked):
+            settings = {"max_new_tokens": args.max_new_tokens, "stop_ids": [tokenizer.eot]}
+            response = generate(model, prompt, drafter=trie, picker=Sampler(temperature, seed=i), **settings).tokens
+            texts.append((prompt, response))
+        rows.append({"temperature": temperature} | acceptance(model, small, texts, Sampler(temperature, seed=9999)))
+        progress(args, f"temperature {temperature:g}: done")
+    about = describe(args, model) | {"problems": len(asked), "draft_model": args.draft_model}
+    heading = f"One token drafted by {args.draft_model} for {args.model}: how often it stands ({machine(about)}):"
+    return report(args, "acceptance", heading, rows, about, lambda viz, out: [])
+
+
 def run_parting(args: argparse.Namespace) -> int:
     model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
     tokenizer, asked = own_problems(args, model)
@@ -284,7 +305,7 @@ def report(
 
 COMMANDS = {
     "replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed, "drafters": run_drafters,
-    "parting": run_parting,
+    "parting": run_parting, "acceptance": run_acceptance,
 }  # fmt: skip
 
 
@@ -312,6 +333,7 @@ def main(argv: list[str] | None = None) -> int:
         ("cost", "the time of a forward pass by its number of rows, with bounds"),
         ("speed", "tokens per second: plain, lookahead, and transformers where it is installed"),
         ("drafters", "every source of drafts on the same problems"),
+        ("acceptance", "how often a drafted token stands: the classical rule, keyed noise, and the theory"),
         ("parting", "how often rounding makes lookahead's text another one, and how close a call it was"),
     ):
         one = commands.add_parser(name, help=text)
@@ -332,11 +354,13 @@ def main(argv: list[str] | None = None) -> int:
         if name == "speed":
             one.add_argument("--random", action="store_true", help="decode random tokens: nothing can be guessed")
             one.add_argument("--budget", nargs="+", type=nodes, default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")
+        elif name == "acceptance":
+            one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: several (default)")
         elif name != "cost":
             one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
             one.add_argument("--budget", type=nodes, default=32 if name == "drafters" else 15, metavar="B")
-        if name == "drafters":
-            one.add_argument("--draft-model", default="nano", metavar="NAME", help="none: without (default: nano)")
+        if name in ("drafters", "acceptance"):
+            one.add_argument("--draft-model", default="nano", metavar="NAME", help="the smaller model (default: nano)")
     for name, one in commands.choices.items():
         if name in ("replay", "growth"):
             one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")
