@@ -2310,14 +2310,16 @@ def test_two_tokens_per_step_after_two_hundred_responses_of_its_own():
 # --- lookahead.py: the right distribution ---------------------------------------------------------------------------
 
 
+FILTERS = ({"temperature": 0.6, "top_p": 0.9}, {"top_k": 2, "repetition_penalty": 1.3}, {"min_p": 0.2})
+SLOWLY = [*((name, {}) for name in ("lookup", "jacobi", "tree", "chain", "all")),
+          *((name, settings) for name in ("none", "trie", "all") for settings in FILTERS)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "drafting",
-    ["none", "trie", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lookup", "jacobi", "tree", "chain", "all"))],
+    "drafting, settings",
+    [("none", {}), ("trie", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)],
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "settings", [{}, *(pytest.param(s, marks=pytest.mark.slow) for s in ({"temperature": 0.6, "top_p": 0.9},
-    {"top_k": 2, "repetition_penalty": 1.3}, {"min_p": 0.2}))], ids=str,
-)  # fmt: skip
 def test_joint_distribution_of_three_tokens_equals_enumeration(drafting, settings):
     """All 27 outputs of a toy model over three tokens, 2,000 seeds; with drafts right and wrong."""
     model, small, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), toy(1, 2, 6, 3, 16, scale=0.9), [0, 2, 0], 2000
@@ -2344,7 +2346,7 @@ def test_joint_distribution_of_three_tokens_equals_enumeration(drafting, setting
         result = generate(model, prompt, picker=picker, max_new_tokens=3, drafter=drafter, budget=4)
         counts[tuple(result.tokens)] += 1
         accepted += sum(len(step.accepted) for step in result.steps)
-    assert accepted == 0 if drafter is None else accepted > n / 5
+    assert accepted == 0 if drafter is None else accepted > n / 20
     assert sum(counts[text] for text, p in exact.items() if p > 0) == n  # nothing that is ruled out
     possible = [text for text, p in exact.items() if p > 0]
     assert chi_square_p([counts[t] for t in possible], [n * exact[t] for t in possible]) > FALSE_ALARM
