@@ -2,6 +2,7 @@
 
     python bench.py cost   [--model tiny] [--dtype float32] [--prefix 256 ...] [--rows 1 2 4 8 ...]
     python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
+    python bench.py beam   [--model tiny] [--num-beams 4 8] [--problems 10] [--strategy swap tree "lookahead 4" ...]
     python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...]
     python bench.py drafters [--model tiny] [--draft-model nano] [--temperature 1] [--budget 32]
     python bench.py acceptance [--model tiny] [--draft-model nano] [--temperature 1]
@@ -15,6 +16,8 @@ operations over the best rate of matrix products found.
 `speed` (speed.py) measures tokens per second, side by side: plain decoding, lookahead with several budgets, and
 transformers' greedy decoding and prompt lookup where it is installed. --model 124m is GPT-2's shape with random
 weights: there the forwards are real and a recorded response (--responses) decides what is picked.
+
+`beam` (beambench.py) races the strategies of beam search, and transformers, and weighs their caches.
 
 `replay` (replay.py) needs no model: responses that some model gave stand in for it. It measures drafting alone, tokens
 per step and what they cost, for each mode and budget. `growth` measures what a trie costs as it grows.
@@ -41,6 +44,7 @@ from pathlib import Path
 
 import torch
 
+import beambench
 from classical import acceptance
 from cli import check_device
 from compare import compare_drafters, parting
@@ -251,6 +255,29 @@ def run_parting(args: argparse.Namespace) -> int:
     return report(args, "parting", heading, rows, about, lambda viz, out: [])
 
 
+# --- beam -------------------------------------------------------------------------------------------------------------
+
+
+def run_beam(args: argparse.Namespace) -> int:
+    model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
+    tokenizer = Tokenizer.for_model(model)
+    prompts = [tokenizer.encode(text) for text in problems(args.problems, seed=77)]
+    warm = [response for _, response in read_pairs(args.responses, model.vocab_size)][: args.warm]
+    stop_ids = [] if args.model == "124m" else [tokenizer.eot]  # random weights never come to an end
+    if args.problems < 1 or args.repeat < 1 or args.max_new_tokens < 2:
+        raise ValueError("--problems and --repeat must be 1 or more, --max-new-tokens 2 or more")
+    rows: list[dict] = []
+    for num_beams in args.num_beams:
+        more, skipped = beambench.compete(
+            model, prompts, warm, args.strategy, num_beams=num_beams, max_new_tokens=args.max_new_tokens,
+            stop_ids=stop_ids, repeat=args.repeat, progress=functools.partial(progress, args),
+        )  # fmt: skip
+        rows += more
+    about = describe(args, model) | {"problems": len(prompts), "warm": len(warm), "skipped": skipped}
+    heading = f"Beam search, {args.model}, {len(prompts)} problems, trie warmed with {len(warm)} ({machine(about)}):"
+    return report(args, "beam", heading, rows, about, lambda viz, out: viz.draw_beam(rows, out, heading))
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +332,7 @@ def report(
 
 COMMANDS = {
     "replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed, "drafters": run_drafters,
-    "parting": run_parting, "acceptance": run_acceptance,
+    "parting": run_parting, "acceptance": run_acceptance, "beam": run_beam,
 }  # fmt: skip
 
 
@@ -335,28 +362,35 @@ def main(argv: list[str] | None = None) -> int:
         ("drafters", "every source of drafts on the same problems"),
         ("acceptance", "how often a drafted token stands: the classical rule, keyed noise, and the theory"),
         ("parting", "how often rounding makes lookahead's text another one, and how close a call it was"),
+        ("beam", "beam search: its strategies, their caches, and transformers where it is installed"),
     ):
         one = commands.add_parser(name, help=text)
         one.add_argument("--model", default="tiny", help="as for lookahead.py, or 124m: GPT-2's shape, random weights")
         one.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16", "float64"))
         one.add_argument("--device", default="cpu")
-        one.add_argument("--repeat", type=int, default=7 if name == "cost" else 5, help="medians of so many")
+        times = {"cost": 7, "beam": 3}.get(name, 5)
+        one.add_argument("--repeat", type=int, default=times, help=f"medians of so many (default: {times})")
         if name == "cost":
             one.add_argument("--prefix", type=int, nargs="+", default=[256], metavar="N", help="default: 256")
             one.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 24, 32, 48, 64], metavar="N")
         else:
-            one.add_argument("--problems", type=int, default=60, metavar="N", help="prompts decoded (default: 60)")
+            count = 10 if name == "beam" else 60
+            one.add_argument("--problems", type=int, default=count, metavar="N", help=f"prompts (default: {count})")
             one.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-        if name in ("speed", "drafters"):
+        if name in ("speed", "drafters", "beam"):
             file = "assets/responses.jsonl"
             one.add_argument("--responses", default=file, metavar="FILE", help=f"warm the trie (default: {file})")
             one.add_argument("--warm", type=int, default=200, metavar="N", help="responses inserted first")
+        if name == "beam":
+            one.add_argument("--num-beams", type=int, nargs="+", default=[4, 8], metavar="N", help="default: 4 8")
+            one.add_argument("--strategy", nargs="+", default=beambench.USUAL,
+                             metavar="S", help="also recompute, 'swap offload', 'lookahead 8' (nodes)")  # fmt: skip
         if name == "speed":
             one.add_argument("--random", action="store_true", help="decode random tokens: nothing can be guessed")
             one.add_argument("--budget", nargs="+", type=nodes, default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")
         elif name == "acceptance":
             one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: several (default)")
-        elif name != "cost":
+        elif name not in ("cost", "beam"):
             one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)")
             one.add_argument("--budget", type=nodes, default=32 if name == "drafters" else 15, metavar="B")
         if name in ("drafters", "acceptance"):

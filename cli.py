@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import beamcli
 import weights
 from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
@@ -88,7 +89,7 @@ def make_parser() -> Parser:
         type=int,
         default=1,
         metavar="N",
-        help="independent samples of one prompt (default: 1)",
+        help="independent samples of one prompt, or hypotheses (default: 1)",
     )
     text.add_argument("--seed", type=int, default=0, help="another seed, another sample (default: 0)")
     draft = parser.add_argument_group("lookahead")
@@ -111,6 +112,7 @@ def make_parser() -> Parser:
     draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
     draft.add_argument("--no-lookahead", action="store_true", help="plain decoding; the same as --drafter none")
     draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
+    beamcli.add_options(parser)
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
                          help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
@@ -179,7 +181,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("json", "compare", "prompt", "prompt_file"):
         if args.interactive and getattr(args, name):
             raise ValueError(f"--interactive reads its prompts itself: leave out --{name.replace('_', '-')}")
-    for name in ("compare", "interactive", "trace"):
+    beamcli.check(args)
+    for name in ("compare", "interactive", "trace") if args.num_beams == 1 else ():
         if args.num_return_sequences != 1 and getattr(args, name):
             raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
     if args.trace and args.json:
@@ -231,6 +234,8 @@ def once(
     if "\\n" in prompt and "\n" not in prompt:
         note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
     prompt_ids = tokenizer.encode(prompt)
+    if args.num_beams != 1:
+        return beamcli.run(args, model, tokenizer, drafter, prompt_ids)
     if args.num_return_sequences != 1:
         return many(args, model, tokenizer, drafter, settings, prompt_ids)
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that

@@ -152,12 +152,35 @@ def decode(
     impossible numbers: at the call, not at the first step. (A generator runs nothing before its first `next`, which
     is why the loop is a function of its own, `_steps`.)
     """
+    picker = Greedy() if picker is None else picker
+    context, stops = checked(model, prompt_ids, drafter, budget, max_new_tokens, stop_ids)
+    most = min(model.n_ctx, len(context) + max_new_tokens)
+    if cache is None:
+        room = MOST if budget == "auto" else budget
+        cache = model.new_cache(most + (room if drafter is not None else 0))
+    elif cache.capacity < most - 1:
+        raise ValueError(f"the cache has {cache.capacity} slots, this text may need {most - 1}")
+    elif cache.length >= len(context):
+        raise ValueError(
+            f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
+        )
+    return _steps(model, context, drafter, picker, budget, max_new_tokens, stops, cache)
+
+
+def checked(
+    model: Any,
+    prompt_ids: Sequence[int],
+    drafter: Drafter | None,
+    budget: int | str,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> tuple[list[int], frozenset[int]]:
+    """Prompt and stop tokens as plain integers, once everything makes sense; ValueError otherwise."""
     try:
         context = [operator.index(token) for token in prompt_ids]  # any kind of integer, tensors too
         stops = frozenset(operator.index(token) for token in stop_ids)
     except TypeError:
         raise ValueError("prompt_ids and stop_ids must be whole numbers: token ids, not text") from None
-    picker = Greedy() if picker is None else picker
     if budget != "auto" and (not isinstance(budget, int) or not 0 <= budget <= MAX_BUDGET):
         raise ValueError(f'budget must be "auto" or a whole number of nodes, 0 to {MAX_BUDGET}, not {budget!r}')
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
@@ -171,17 +194,7 @@ def decode(
     knows = getattr(drafter, "vocab_size", None)
     if knows not in (None, model.vocab_size):
         raise ValueError(f"the drafter was made for a vocabulary of {knows}, the model has {model.vocab_size}")
-    most = min(model.n_ctx, len(context) + max_new_tokens)
-    if cache is None:
-        room = MOST if budget == "auto" else budget
-        cache = model.new_cache(most + (room if drafter is not None else 0))
-    elif cache.capacity < most - 1:
-        raise ValueError(f"the cache has {cache.capacity} slots, this text may need {most - 1}")
-    elif cache.length >= len(context):
-        raise ValueError(
-            f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
-        )
-    return _steps(model, context, drafter, picker, budget, max_new_tokens, stops, cache)
+    return context, stops
 
 
 def _steps(

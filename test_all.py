@@ -4,7 +4,7 @@ Every fast path has a slow twin here: a forward over a tree against a forward pe
 trie against counting all n-grams, lookahead against plain decoding. Toy models have random weights from a fixed integer
 hash, so they are the same on every machine. No network, no data outside the repository.
 
-`python test_all.py golden` writes assets/golden_logits.safetensors anew; it needs transformers.
+`python test_all.py golden` writes assets/golden_* anew; it needs transformers.
 """
 
 import copy
@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import beam
 import bench
 import cli
 import cost
@@ -2554,6 +2556,398 @@ def test_measured_acceptance_is_what_the_distributions_say():
         assert abs(found[measured] - p) < 4.5 * math.sqrt(p * (1 - p) / n)
 
 
+# --- beam.py --------------------------------------------------------------------------------------------------------
+
+GOLDEN_BEAMS = ROOT / "assets" / "golden_beams.json"
+
+
+def beam_cases(count: int, seed: int, small: bool = False) -> list[tuple[GPT, list[int], dict[str, Any]]]:
+    """Toy models, prompts and settings of all kinds, named as transformers' generate names them."""
+    rng, cases = random.Random(seed), []
+    models = [toy(vocab_size=size, scale=scale) for size, scale in ((29, 0.3), (29, 0.6), (17, 0.5), (60, 0.2))]
+    kinds = list(itertools.product((False, True, "never"), (-1.0, 0.0, 0.5, 1.0, 2.0)))
+    for number in range(count):
+        model, (early_stopping, length_penalty) = rng.choice(models), kinds[number % len(kinds)]
+        settings = {
+            "num_beams": rng.choice((2, 3, 4) if small else (2, 3, 4, 8)),
+            "max_new_tokens": rng.choice((1, 3, 6, 9) if small else (1, 2, 5, 12, 25)),
+            "length_penalty": length_penalty, "early_stopping": early_stopping,
+        }  # fmt: skip
+        settings["num_return_sequences"] = rng.randint(1, settings["num_beams"])
+        settings["stop_ids"] = rng.sample(range(model.vocab_size), rng.choice((0, 1, 2, 4)))
+        cases.append((model, [rng.randrange(model.vocab_size) for _ in range(rng.randint(1, 9))], settings))
+    return cases
+
+
+def transformers_beams(model: GPT, prompt: list[int], folder: Path, settings: dict[str, Any]) -> list[beam.Hypothesis]:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers where it is installed")
+    transformers.logging.set_verbosity_error()
+    model.save(folder)
+    peer = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=model.dtype).eval()
+    stops = settings["stop_ids"]
+    asked = {key: value for key, value in settings.items() if key != "stop_ids"}
+    with torch.no_grad():
+        tokens = torch.tensor([prompt])
+        output = peer.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, eos_token_id=stops or None, pad_token_id=0,
+            return_dict_in_generate=True, output_scores=True, **asked,
+        )  # fmt: skip
+    found = []
+    for sequence, score in zip(output.sequences.tolist(), output.sequences_scores.tolist()):
+        new = sequence[len(prompt) :]
+        end = next((i + 1 for i, token in enumerate(new) if token in stops), len(new))  # padding follows
+        found.append(beam.Hypothesis(new[:end], score))
+    return found
+
+
+def assert_same_hypotheses(mine: list[beam.Hypothesis], others: list[Any], bound: float) -> None:
+    assert [h.tokens for h in mine] == [list(tokens) for tokens, _ in others]
+    assert all(abs(h.score - score) < bound * max(1, abs(score)) for h, (_, score) in zip(mine, others))
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
+def test_beams_are_those_stored_from_transformers(part):
+    """Sequences and scores that transformers gave (make_golden)."""
+    stored = json.loads(GOLDEN_BEAMS.read_text())
+    cases = beam_cases(len(stored), seed=6)
+    assert len(stored) == 60 and sum(len(hypotheses) for hypotheses in stored) > 100
+    for (model, prompt, settings), hypotheses in list(zip(cases, stored))[part::4]:
+        assert_same_hypotheses(beam.beam_search(model, prompt, **settings), hypotheses, 1e-4)
+
+
+@pytest.mark.slow
+def test_beams_are_those_of_transformers(tmp_path):
+    for number, (model, prompt, settings) in enumerate(beam_cases(150, seed=61)):
+        theirs = transformers_beams(model, prompt, tmp_path, settings)
+        strategy = ("tree", "lookahead", "swap")[number % 3]
+        assert_same_hypotheses(beam.beam_search(model, prompt, strategy=strategy, **settings), theirs, 1e-4)
+
+
+def all_ways(model: GPT, prompt: list[int], **settings: Any) -> dict[str, list[beam.Hypothesis]]:
+    """What each strategy, in each of its forms, gives."""
+    trie = TokenTrie(model.vocab_size)
+    ways: dict[str, dict[str, Any]] = {
+        "recompute": {}, "swap": {}, "offload": {"strategy": "swap", "offload": True}, "tree": {}, "lookahead": {},
+    }  # fmt: skip
+    for budget in (0, 1, 5, 40):
+        ways[f"lookahead {budget}"] = {"strategy": "lookahead", "drafter": trie, "budget": budget}
+    return {name: beam.beam_search(model, prompt, **{"strategy": name} | way, **settings) for name, way in ways.items()}
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_all_strategies_give_the_same_hypotheses(dtype, bound):
+    """In float32 only where no choice is closer than rounding, which these cases were seen to satisfy."""
+    for model, prompt, settings in beam_cases(4 if dtype == torch.float32 else 6, seed=62, small=True):
+        settings["num_return_sequences"] = settings["num_beams"]
+        ways = all_ways(copy.deepcopy(model).to(dtype), prompt, **settings)
+        for name, hypotheses in ways.items():
+            assert hypotheses, name
+            assert_same_hypotheses(hypotheses, ways["recompute"], bound)
+
+
+@pytest.mark.slow
+def test_all_strategies_give_the_same_hypotheses_often():
+    for model, prompt, settings in beam_cases(150, seed=63):
+        settings["num_return_sequences"] = settings["num_beams"]
+        ways = all_ways(model, prompt, **settings)
+        for hypotheses in ways.values():
+            assert_same_hypotheses(hypotheses, ways["recompute"], 1e-9)
+
+
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 2.0])
+@pytest.mark.parametrize("stop_ids", [(), (1,), (0, 2)])
+def test_enough_beams_are_an_exhaustive_search(length_penalty, stop_ids):
+    """With vocab_size ** length beams nothing is ever dropped: all texts there are, in the order of their scores."""
+    vocab_size, length = 3, 3
+    model = toy(vocab_size=vocab_size, scale=0.7)
+    prompt, texts = [2, 0, 1], []
+    for full in itertools.product(range(vocab_size), repeat=length):
+        cut = next((i + 1 for i, token in enumerate(full) if token in stop_ids), length)
+        texts.append(full[:cut])
+    expected = []
+    for text in dict.fromkeys(texts):
+        log_probs = model([*prompt, *text]).log_softmax(-1)[len(prompt) - 1 : -1]
+        total = sum(float(row[token]) for row, token in zip(log_probs, text))
+        expected.append((list(text), total / len(text) ** length_penalty))
+    expected.sort(key=lambda pair: -pair[1])
+    for early_stopping, strategy in zip((False, True, "never", False), beam.STRATEGIES):
+        found = beam.beam_search(
+            model, prompt, num_beams=vocab_size**length, num_return_sequences=vocab_size**length, max_new_tokens=length,
+            stop_ids=stop_ids, length_penalty=length_penalty, early_stopping=early_stopping, strategy=strategy,
+        )  # fmt: skip
+        assert_same_hypotheses(found, expected, 1e-9)
+
+
+def test_one_beam_without_stops_is_greedy():
+    prompt = Tokenizer(4096).encode(BAKER)
+    (found,) = beam.beam_search(bundled("tiny"), prompt, num_beams=1, max_new_tokens=20, strategy="lookahead")
+    assert found.tokens == generate(bundled("tiny"), prompt, max_new_tokens=20).tokens
+
+
+def test_beams_of_an_exact_model_are_the_same_to_the_last_bit():
+    model = Exact(bundled("nano", torch.bfloat16))
+    settings = {"num_beams": 3, "max_new_tokens": 12, "stop_ids": (4095,), "num_return_sequences": 3}
+    ways = all_ways(model, Tokenizer(4096).encode(BAKER), **settings)
+    assert all(hypotheses == ways["recompute"] for hypotheses in ways.values())
+
+
+class Elsewhere:
+    """A model on a device of its own: it counts the bytes of caches there and in all, and checks that the cache that it
+    is given is there. Caches that nobody holds any more are not counted."""
+
+    class Cache(KVCache):
+        here = True  # on the device
+
+        def to(self, device):
+            self.here = str(device) != "cpu"
+            self.owner.count()
+            return self
+
+        def fork(self):
+            other = super().fork()
+            self.owner.caches.add(other)
+            self.owner.count()
+            return other
+
+        __hash__ = object.__hash__
+
+    def __init__(self, model: GPT) -> None:
+        self.model, self.vocab_size, self.n_ctx, self.dtype = model, model.vocab_size, model.n_ctx, model.dtype
+        self.device = torch.device("meta")
+        self.caches, self.most, self.most_here = weakref.WeakSet(), 0, 0
+
+    def count(self) -> None:
+        self.most = max(self.most, sum(cache.nbytes for cache in self.caches))
+        self.most_here = max(self.most_here, sum(cache.nbytes for cache in self.caches if cache.here))
+
+    def new_cache(self, capacity=None):
+        cache = self.Cache(self.model.config, capacity, "cpu", self.dtype)
+        cache.owner = self
+        self.caches.add(cache)
+        self.count()
+        return cache
+
+    def __call__(self, tokens, positions=None, mask=None, cache=None, rows=None):
+        assert cache is None or cache.here
+        return self.model(tokens, positions, mask, cache, rows)
+
+
+@pytest.mark.parametrize("num_beams", [2, 8])
+def test_offloading_needs_the_device_for_two_caches_at_most(num_beams):
+    model = Elsewhere(toy())
+    settings = {"num_beams": num_beams, "max_new_tokens": 20, "stop_ids": (3,), "early_stopping": "never"}
+    for offload in (True, False):
+        model.most = model.most_here = 0
+        *_, last = beam.beam_steps(model, [1, 2, 3], strategy="swap", offload=offload, **settings)
+        ledger, size = last.ledger, model.new_cache(3 + 20 - 1).nbytes
+        assert ledger.peak == model.most == num_beams * size and ledger.held == ledger.near == 0
+        assert model.most_here <= 2 * size if offload else model.most_here == num_beams * size
+        assert ledger.peak_near == (size if offload else num_beams * size)
+        assert ledger.sent == (2 * ledger.forwards * size if offload else 0) + (size if offload else 0)
+        assert not model.caches
+        assert beam.beam_search(model, [1, 2, 3], **settings) == beam.beam_search(toy(), [1, 2, 3], **settings)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offloading_from_a_gpu():
+    model = bundled("tiny").to("cuda")
+    prompt = Tokenizer(4096).encode(BAKER)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    *_, last = beam.beam_steps(model, prompt, num_beams=16, strategy="swap", offload=True)
+    size = last.ledger.peak // 16
+    assert torch.cuda.max_memory_allocated() - before < 2 * size + 2**25
+
+
+def test_every_move_of_a_swap_is_counted():
+    model = toy()
+    for prompt in ([1, 2, 3], [4], [9, 9, 9, 9]):
+        expected = Counter()
+        steps = beam.beam_steps(model, prompt, num_beams=4, max_new_tokens=15, stop_ids=(5, 6), strategy="swap")
+        beams, moves, before = [beam.Beam((), 0.0, 0)], [], 0
+        for step in steps:
+            parents = [each.parent for each in beams]
+            if beams[0].tokens:  # these caches were needed for the step just made
+                expected["took"] += len(set(parents))
+                expected["forked"] += len(parents) - len(set(parents))
+                expected["freed"] += before - len(set(parents))
+            expected["forwards"] += len(beams)
+            before, beams, ledger = len(beams), step.beams, step.ledger
+            moves += ledger.moves
+        expected["freed"] += before
+        found = {"took": ledger.takeovers, "forked": ledger.forks, "forwards": ledger.forwards, "freed": ledger.frees}
+        assert found == dict(expected) and ledger.held == 0 and ledger.forks > 3
+        assert sum(" forks " in move for move in moves) == ledger.forks
+        assert sum("takes over" in move for move in moves) == ledger.takeovers
+
+
+def test_a_tree_holds_every_token_once_and_nothing_dead():
+    for model, prompt, settings in beam_cases(8, seed=64):
+        del settings["num_return_sequences"]
+        search = beam.Search(settings["num_beams"], settings["max_new_tokens"], 1.0, False, settings["stop_ids"])
+        source = beam.Tree(model, prompt, search, beam.Ledger())
+        while not search.done:
+            beams = search.beams
+            search.step(source.after(beams))
+            texts = {each.tokens[:end] for each in beams for end in range(1, len(each.tokens) + 1)}
+            assert source.cache.length == len(prompt) + len(texts)
+            assert source.ledger.peak == source.cache.nbytes or source.ledger.frees
+
+
+def test_no_cache_is_left_after_hundreds_of_searches():
+    model = Elsewhere(toy(1, 1, 4, vocab_size=11))
+    rng = random.Random(65)
+    for number in range(200):
+        strategy = list(beam.STRATEGIES)[number % 4]
+        steps = beam.beam_steps(model, [rng.randrange(11)], num_beams=3, max_new_tokens=6, strategy=strategy)
+        step = next(steps)
+        for _ in range(rng.choice((0, 2, 99))):  # some are left half-way
+            step = next(steps, step)
+        steps.close()
+        assert step.ledger.held == step.ledger.near == 0 and not model.caches
+
+
+class Junk:
+    """Guesses nonsense: most of it, with great confidence."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size, self.rng, self.closed = vocab_size, random.Random(66), 0
+
+    def open(self, prompt_ids):
+        return self
+
+    def guess(self, recent):
+        tokens = self.rng.sample(range(self.vocab_size), self.rng.randint(0, 6))
+        return {token: self.rng.random() / 6 for token in tokens}
+
+    def observe(self, tokens, draft=None, picks=None):
+        self.told = list(tokens)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_guesses_decide_nothing():
+    for number, (model, prompt, settings) in enumerate(beam_cases(9, seed=67, small=True)):
+        junk, budget = Junk(model.vocab_size), number % 7
+        del settings["num_return_sequences"]
+        steps = list(beam.beam_steps(model, prompt, strategy="lookahead", drafter=junk, budget=budget, **settings))
+        truth = list(beam.beam_steps(model, prompt, strategy="recompute", **settings))
+        assert len(steps) == len(truth) and junk.closed == 1 and junk.told == steps[-1].hypotheses[0].tokens
+        for step, true in zip(steps, truth):
+            assert [each.tokens for each in step.beams] == [each.tokens for each in true.beams]
+        assert_same_hypotheses(steps[-1].hypotheses, truth[-1].hypotheses, 1e-9)
+
+
+def warmed_trie() -> TokenTrie:
+    tokenizer, trie = Tokenizer(4096), TokenTrie(4096)
+    for line in (ROOT / "assets" / "responses.jsonl").read_text(encoding="utf-8").splitlines():
+        trie.insert([*tokenizer.encode(json.loads(line)["response"]), tokenizer.eot])
+    return trie
+
+
+def forwards_per_position(count: int, budget: int, **settings: Any) -> float:
+    tokenizer, trie, forwards, positions = Tokenizer(4096), warmed_trie(), 0, 0
+    for text in problems(count, seed=77):
+        prompt, rows = tokenizer.encode(text), 0
+        for step in beam.beam_steps(
+            bundled("tiny"), prompt, stop_ids=(4095,), strategy="lookahead", drafter=trie, budget=budget, **settings
+        ):
+            positions += 1
+            fresh, rows = step.ledger.rows - rows, step.ledger.rows
+            reread = any("a cache of" in move for move in step.ledger.moves)
+            assert reread or fresh <= settings["num_beams"] * (1 + budget)
+        forwards += step.ledger.forwards
+    return forwards / positions
+
+
+def test_lookahead_needs_few_forwards_for_beams():
+    assert forwards_per_position(2, 4, num_beams=4, max_new_tokens=40) < 0.58
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget, most", [(4, 0.5), (32, 0.35)])
+def test_lookahead_needs_few_forwards_for_beams_on_many_problems(budget, most):
+    assert forwards_per_position(40 if budget < 32 else 20, budget, num_beams=4) < most
+
+
+def test_a_full_cache_is_read_again_into_a_larger_one():
+    model, prompt = toy(), [1, 2]
+    settings = {"num_beams": 12, "max_new_tokens": 40, "early_stopping": "never", "num_return_sequences": 12}
+    steps = list(beam.beam_steps(model, prompt, **{k: v for k, v in settings.items() if "return" not in k}))
+    search = beam.Search(12, 40, 1.0, "never", ())
+    source = beam.Tree(model, prompt, search, beam.Ledger())
+    source.capacity = 3
+    while not search.done:
+        search.step(source.after(search.beams))
+    assert source.ledger.frees > 5 and source.ledger.peak < 3 * source.ledger.peak_used
+    assert_same_hypotheses(search.hypotheses, steps[-1].hypotheses, 1e-9)
+
+
+def test_continuations_of_probability_zero_do_not_exist():
+    class Bigram:
+        """0 is followed by 1 or 2, both by 3, and 3 by nothing at all."""
+
+        vocab_size, n_ctx, device, dtype = 4, 16, torch.device("cpu"), torch.float64
+
+        def __call__(self, tokens, positions=None, mask=None, cache=None, rows=None):
+            after = {0: {1: 0.75, 2: 0.25}, 1: {3: 1.0}, 2: {3: 1.0}, 3: {}}[tokens[-1]]
+            return torch.tensor([[after.get(token, 0.0) for token in range(4)]], dtype=torch.float64).log()
+
+    found = beam.beam_search(Bigram(), [0], num_beams=3, max_new_tokens=2, strategy="recompute", length_penalty=0.0,
+                             num_return_sequences=3)  # fmt: skip
+    assert_same_hypotheses(found, [([1, 3], math.log(0.75)), ([2, 3], math.log(0.25))], 1e-12)
+    assert beam.beam_search(Bigram(), [0], num_beams=3, max_new_tokens=9, strategy="recompute") == []
+
+
+def test_where_no_token_may_be_written():
+    model = toy(n_ctx=8)
+    for prompt, most in (([1, 2], 0), ([1] * 8, 5)):
+        for strategy in beam.STRATEGIES:
+            assert beam.beam_search(model, prompt, num_beams=2, max_new_tokens=most, strategy=strategy) == [([], 0.0)]
+    for strategy in beam.STRATEGIES:  # the context ends it, as max_new_tokens would
+        found = beam.beam_search(model, [1] * 5, num_beams=2, max_new_tokens=50, strategy=strategy)
+        assert found[0].tokens == beam.beam_search(model, [1] * 5, num_beams=2, max_new_tokens=3)[0].tokens
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"num_beams": 0}, "num_beams"),
+        ({"num_beams": 2.0}, "num_beams"),
+        ({"num_return_sequences": 3}, "num_return_sequences"),
+        ({"num_return_sequences": 0}, "num_return_sequences"),
+        ({"early_stopping": "ever"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"length_penalty": math.nan}, "length_penalty"),
+        ({"length_penalty": "1"}, "length_penalty"),
+        ({"strategy": "trie"}, "strategy"),
+        ({"offload": True}, "offload"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"strategy": "lookahead", "budget": -1}, "budget"),
+        ({"strategy": "lookahead", "drafter": RandomDrafter(0, 29)}, "TokenTrie"),
+        ({"strategy": "lookahead", "drafter": TokenTrie(30)}, "vocabulary"),
+        ({"stop_ids": ("a",)}, "token ids"),
+    ],
+)
+def test_bad_beam_search_is_refused_at_the_call(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        beam.beam_search(toy(), [1, 2], **{"num_beams": 2} | settings)
+    assert "\n" not in str(caught.value)
+    if "num_return_sequences" not in settings:
+        with pytest.raises(ValueError, match=message):
+            beam.beam_steps(toy(), [1, 2], **{"num_beams": 2} | settings)  # not only at the first step
+
+
+def test_guess_reads_a_trie_without_changing_it():
+    trie = TokenTrie(10)
+    trie.insert([1, 2, 3, 1, 2, 4])
+    session = trie.open([5, 1, 2])
+    clock = trie.outputs.clock
+    assert session.guess((1, 2)) == session._expand(session.state, 1.0, session.ENOUGH / 32)
+    assert set(session.guess((1, 2))) == {3, 4} and session.guess((9,)) == {} and trie.outputs.clock == clock
+
+
 # --- train.py -------------------------------------------------------------------------------------------------------
 
 
@@ -2872,6 +3266,59 @@ def test_colours_only_on_a_terminal():
         assert (b"\033[32m" in output) == (no_color == "")
 
 
+@pytest.mark.parametrize("strategy", beam.STRATEGIES)
+def test_beam_search_on_the_command_line(strategy, capsys, tmp_path):
+    """Against the Python API, with everything set; and in words, with a trace."""
+    argv = [
+        "--model",
+        "nano",
+        "--prompt",
+        BAKER,
+        "--max-new-tokens",
+        "8",
+        "--num-beams",
+        "3",
+        "--length-penalty",
+        "0.5",
+    ]
+    argv += ["--early-stopping", "never", "--num-return-sequences", "2", "--beam-strategy", strategy]
+    argv += ["--offload"] if strategy == "swap" else []
+    assert cli.main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    prompt = Tokenizer(4096).encode(BAKER)
+    settings = {"num_beams": 3, "max_new_tokens": 8, "stop_ids": (4095,)}
+    expected = beam.beam_search(
+        bundled("nano"), prompt, length_penalty=0.5, early_stopping="never", num_return_sequences=2, **settings
+    )
+    assert_same_hypotheses(expected, [(h["tokens"], h["score"]) for h in report["sequences"]], 1e-4)
+    assert report["strategy"] == strategy and report["steps"] == 8
+    assert (report["peak"] > 0) == (strategy != "recompute")
+    assert cli.main([*argv, "--trace"]) == 0
+    out = capsys.readouterr().out
+    assert "step 8:" in out and "--- 2 (score" in out and "<- beam 2, total" in out
+    assert ("takes over" in out and "to the CPU" in out) == (strategy == "swap")
+    assert ("slots given back" in out) == (strategy in ("tree", "lookahead"))
+
+
+def test_beam_options_that_do_not_go_together(capsys, tmp_path):
+    for argv, message in (
+        (["--beam-strategy", "tree"], "--num-beams"),
+        (["--offload"], "--num-beams"),
+        (["--num-beams", "0"], "num_beams"),
+        (["--num-beams", "2", "--temperature", "1"], "--temperature"),
+        (["--num-beams", "2", "--compare"], "--compare"),
+        (["--num-beams", "2", "--num-return-sequences", "3"], "--num-return-sequences"),
+        (["--num-beams", "2", "--no-lookahead", "--beam-strategy", "lookahead"], "--no-lookahead"),
+        (["--num-beams", "2", "--beam-strategy", "swap", "--save-trie", str(tmp_path / "t")], "--save-trie"),
+        (["--num-beams", "2", "--offload"], "offload"),
+        (["--num-beams", "2", "--drafter", "jacobi"], "--drafter"),
+        (["--num-beams", "2", "--trace", "--json"], "--trace"),
+    ):
+        assert cli.main(["--model", "nano", "--prompt", "Question:", "--max-new-tokens", "2", *argv]) == 2, argv
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("lookahead: ")
+
+
 # --- bench.py -------------------------------------------------------------------------------------------------------
 
 
@@ -3002,6 +3449,19 @@ def test_drafters_and_parting_are_measured(tmp_path, capsys):
     assert all(row.get("largest_unit", 0) <= lookahead.ROUNDING[torch.bfloat16] for row in rows.values())
 
 
+def test_bench_of_beams(tmp_path, capsys):
+    argv = ["beam", "--model", "nano", "--problems", "1", "--warm", "5", "--max-new-tokens", "8", "--repeat", "1"]
+    argv += ["--num-beams", "3", "--strategy", "recompute", "swap offload", "tree", "lookahead 4"]
+    assert bench.main([*argv, "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert list(rows)[:4] == ["recompute", "swap offload", "tree", "lookahead 4"]
+    assert all(row["steps_per_s"] > 0 and row["same"] == 1 for row in rows.values())
+    assert rows["tree"]["forwards"] == 1 > rows["lookahead 4"]["forwards"] and rows["swap offload"]["moved_mb"] > 0
+    assert rows["tree"]["used_mb"] < rows["swap offload"]["used_mb"] == 3 * rows["swap offload"]["device_mb"]
+    assert bench.main([*argv, "--out", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"beam.csv", "beam.png"}
+
+
 def test_bench_bad_input_is_one_line_and_code_2(tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "two.jsonl").write_text('{"prompt": "a", "response": "b"}\n' * 2)
@@ -3046,7 +3506,8 @@ def test_shipped_responses_are_the_models_own():
 
 
 def make_golden() -> None:
-    """Stores the last four rows of transformers' logits for each toy shape; run as `python test_all.py golden`."""
+    """Stores the last four rows of transformers' logits for each toy shape, and its beams; run as `python test_all.py
+    golden`."""
     import tempfile
 
     rows = {}
@@ -3055,6 +3516,10 @@ def make_golden() -> None:
             toy(*SHAPES[name], scale=0.1).save(folder)
             rows[name] = transformers_logits(Path(folder), golden_tokens(name), torch.float64)[-4:].contiguous()
     save_file(rows, GOLDEN)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [transformers_beams(*case[:2], Path(folder), case[2]) for case in beam_cases(60, seed=6)]
+    lines = ",\n".join(json.dumps([[h.tokens, round(h.score, 6)] for h in hypotheses]) for hypotheses in cases)
+    GOLDEN_BEAMS.write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["golden"]:

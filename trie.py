@@ -278,6 +278,15 @@ class TrieSession:
             self._look_up()
         return self.state
 
+    def guess(self, recent: Sequence[int]) -> dict[int, float]:
+        """What may follow any text that ends with the tokens `recent` (max_depth - 1 of them count), with estimated
+        probabilities. Nothing is learned: beam search asks for many texts at once, none of them written yet."""
+        state: list[Node] = []
+        for length in range(1, self.trie.max_depth):
+            suffix = recent[-length:] if length <= len(recent) else ()
+            state += [counts.find(suffix) if suffix else EMPTY for counts in (self.trie.outputs, self.own)]
+        return self._expand(state, 1.0, self.ENOUGH / 32)
+
     def _after(self, state: list[Node], token: int) -> list[Node]:
         """The state one token further: each suffix grows into the next longer one, the longest pair drops out.
 

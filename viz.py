@@ -148,3 +148,26 @@ def draw_drafters(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
         axes.margins(x=0.15)
     figure.suptitle(title.replace(" (", "\n("), fontsize=8)
     return [_save(figure, out / "drafters.png")]
+
+
+def draw_beam(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
+    """Steps per second and memory of all strategies, a bar for each number of beams."""
+    beams, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("num_beams", "strategy"))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 0.5 * len(rows) + 1.6), sharey=True)
+    for axes, key, label in zip(
+        panels, ("steps_per_s", "used_mb"), ("tokens per second", "MB of caches in use, at most")
+    ):
+        for i, num_beams in enumerate(beams):
+            mine = {row["strategy"]: row[key] for row in rows if row["num_beams"] == num_beams}
+            at = [-j - 0.8 * i / len(beams) for j in range(len(names))]
+            colour = ("#0b6e4f", "#5b7db1", "#c8553d", "#9a8c98")[i % 4]
+            bars = axes.barh(
+                at, [mine[name] for name in names], 0.7 / len(beams), color=colour, label=f"{num_beams} beams"
+            )
+            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+        axes.set_yticks([-j - 0.4 * (len(beams) - 1) / len(beams) for j in range(len(names))], names)
+        axes.set_xlabel(label)
+        axes.margins(x=0.15)
+    panels[1].legend(fontsize=8)
+    figure.suptitle(title.replace(" (", "\n("), fontsize=8)
+    return [_save(figure, out / "beam.png")]
