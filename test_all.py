@@ -43,7 +43,7 @@ from blend import CELLS, Calibration
 from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
 from classical import accept, acceptance, rates, speculative_sample
 from counts import WIDE, Counts, Node, Writer
-from drafters import Combined, Jacobi, ModelDrafter, PromptLookup, merge
+from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
 from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
 from model import GPT, GPTConfig, KVCache, Linear
@@ -1804,10 +1804,10 @@ def test_every_drafter_gives_the_plain_text(picker):
     assert all(accepted[name] > 3 for name in drafters), accepted
 
 
-def test_merge_shares_beginnings():
-    tree = merge([[5, 6, 7], [5, 6, 8], [5], [9, 6]], 10)
+def test_a_tree_of_paths_shares_beginnings():
+    tree = DraftTree.of([[5, 6, 7], [5, 6, 8], [5], [9, 6]], 10)
     assert (tree.tokens, tree.parents) == ([5, 6, 7, 8, 9, 6], [-1, 0, 1, 1, -1, 4])
-    assert merge([[5, 6, 7], [5, 6, 8]], 3).tokens == [5, 6, 7]
+    assert DraftTree.of([[5, 6, 7], [5, 6, 8]], 3).tokens == [5, 6, 7]
 
 
 def test_prompt_lookup_against_a_search():

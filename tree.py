@@ -44,6 +44,29 @@ class DraftTree:
                 raise ValueError(f"token {token} stands twice below node {parent}")
             self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
 
+    @classmethod
+    def of(cls, paths: Iterable[Sequence[int]], budget: int) -> "DraftTree":
+        """The tree of these token paths, which share their beginnings: its first `budget` nodes.
+
+        [on, the], [on, a], [in]  ->  (root) -- on -- the     nodes in the order on, the, a, in
+                                         |       `--- a
+                                         `----- in
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: dict[tuple[int, int], int] = {}
+        for path in paths:
+            parent = -1
+            for token in path:
+                node = nodes.setdefault((parent, token), len(tokens))
+                if node == len(tokens):
+                    if node == budget:
+                        return cls(tokens, parents)
+                    tokens.append(token)
+                    parents.append(parent)
+                parent = node
+        return cls(tokens, parents)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
