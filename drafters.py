@@ -29,7 +29,6 @@ from lookahead import Drafter, Session
 from sampling import Greedy, Picker
 from tree import DraftTree
 
-
 # --- prompt lookup ----------------------------------------------------------------------------------------------------
 
 
