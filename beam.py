@@ -6,14 +6,14 @@ a text is worth the sum of its tokens' log probabilities. With two beams, behind
 
     step 1   sat -0.9   lay -1.2   ran -2.0                       beams: sat -0.9, lay -1.2
     step 2   sat: on -0.7, in -1.9      lay: on -0.2, down -2.1   beams: lay on -1.4, sat on -1.6
-    step 3   lay on: the -0.1, a -0.3   sat on: the -0.9          beams: lay on the -1.5, lay on a -1.7
+    step 3   lay on: the -0.6, a -0.9   sat on: the -0.9          beams: lay on the -2.0, lay on a -2.3
 
 In step 2 the beams change places; in step 3 "lay on" has two children and "sat on" none. A key-value cache belongs to
 one text and can only be lengthened, so what becomes of caches when texts fork and die? This file is about that. First
 come the rules (`Search`), which know no model. Then four answers, each mending what is wrong with the one before. They
 differ in where the log probabilities come from, and give the same hypotheses:
 
-    recompute   no cache, every text is read from its beginning    the definition; n tokens take n (n + 1) / 2 rows
+    recompute   no cache, every text is read from its beginning    the definition; the work grows with the square
     swap        a cache per beam: taken over, forked, freed        a forward per beam, and the past is stored many times
     tree        one cache: beams are leaves, they share the rest   one forward per step
     lookahead   the same tree, grown ahead of the beams            several steps per forward
@@ -199,7 +199,9 @@ class Node:
 
     def child(self, token: int) -> "Node":
         """The one that carries this token, made if need be."""
-        return self.children.get(token) or self.children.setdefault(token, Node(token, self, (*self.recent, token)))
+        if token not in self.children:
+            self.children[token] = Node(token, self, (*self.recent, token))
+        return self.children[token]
 
 
 class Tree(Recompute):
@@ -263,7 +265,7 @@ class Tree(Recompute):
         for slot, node in enumerate(self.nodes, size):
             node.slot = slot
         if self.cache is not None and width > self.cache.capacity:
-            Tree.close(self)  # before the next is made: never two at a time
+            self._drop_cache()  # before the next is made: never two at a time
         if self.cache is None:
             self.capacity = max(self.capacity, width if self.root.after is None else width + width // 8)
             self.cache = self.model.new_cache(self.capacity)
@@ -289,7 +291,10 @@ class Tree(Recompute):
         mask = torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(len(new), width)
         return mask if base else torch.cat([torch.ones(len(self.prompt), width, dtype=torch.bool).tril(), mask])
 
-    def close(self, hypotheses: Sequence[Hypothesis] = ()) -> None:
+    def close(self, hypotheses: Sequence[Hypothesis]) -> None:
+        self._drop_cache()
+
+    def _drop_cache(self) -> None:
         if self.cache is not None:
             self.ledger.freed("the cache", self.cache, True)
             self.cache = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from beam import Hypothesis, beam_steps
+from compare import warmed
 from model import GPT
 from speed import over
 from trie import TokenTrie
@@ -98,7 +99,7 @@ def compete(
     costs: dict[str, list[dict[str, float]]] = {}
     same: dict[str, list[bool]] = {}
     for number in range(repeat):
-        runs = {name: ours(model, name, _trie(model, warm), **settings) for name in strategies}
+        runs = {name: ours(model, name, warmed(model, warm), **settings) for name in strategies}
         if peer is not None:
             runs["transformers"] = peer
         taken, positions = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
@@ -134,10 +135,3 @@ def compete(
         row["same"] = sum(same[name]) / len(same[name])
         rows.append(row)
     return rows, skipped
-
-
-def _trie(model: GPT, warm: Sequence[list[int]]) -> TokenTrie:
-    trie = TokenTrie(model.vocab_size)
-    for response in warm:
-        trie.insert(response)
-    return trie

@@ -26,7 +26,7 @@ def check(args: argparse.Namespace) -> None:
     """Refuse what does not go together. Raises ValueError."""
     if args.num_beams == 1:
         for name in ("beam_strategy", "length_penalty", "early_stopping", "offload"):
-            if getattr(args, name) not in (None, False):
+            if (value := getattr(args, name)) is not None and value is not False:  # 0.0 == False, but it was given
                 raise ValueError(f"--{name.replace('_', '-')} is for beam search: give --num-beams, too")
         return
     for name, usual in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),

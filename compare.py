@@ -1,8 +1,8 @@
 """Two questions, measured: which drafter is worth what, and how often rounding shows.
 
 `python bench.py drafters` lets every source of drafts decode the same problems: tokens per step, nodes, the time that
-drafting takes, tokens per second. When sampling, the trie and the draft model run twice, with the noise of future
-positions and without.
+drafting takes, tokens per second. When sampling, the trie and the draft model (as a chain, as a tree) run twice, with
+the noise of future positions and without.
 
 `python bench.py parting` decodes each problem plainly and with lookahead and counts how often the texts part, in
 ordinary and in exact mode (exact.py). Where they do, it asks a float64 model how close a call it was (`near_tie`).
@@ -43,6 +43,7 @@ class BlindSession:
 
 
 def warmed(model: Any, texts: Sequence[Sequence[int]]) -> TokenTrie:
+    """A trie that has seen these texts."""
     trie = TokenTrie(model.vocab_size)
     for text in texts:
         trie.insert(text)
@@ -62,7 +63,8 @@ def compare_drafters(
     repeat: int,
     progress: Callable[[str], None],
 ) -> tuple[list[dict], list[str]]:
-    """Rows of the table, and remarks. `small` is the draft model, or None.
+    """Rows of the table, and remarks. `small` is the draft model, or None; `asked` are (prompt, anything) ids, `warm`
+    texts for the tries, `stop` the token that ends a text, `repeat` the number of passes.
 
     tokens_per_s  median over passes, prompts included; times_plain is the median of the ratios to plain in each pass
     draft_ms      mean time that a step spends on drafting
@@ -136,8 +138,11 @@ def parting(
 ) -> tuple[list[dict], list[str]]:
     """How often the plain text and the one with lookahead part. `reference` is the same model in float64.
 
-    gap   of the closest call and the least close one: how much one logit must be moved to turn the choice
-    unit  the same in units of eps times the largest |logit|; beyond lookahead.ROUNDING it would be an error
+    parted                  texts that part
+    least_gap, largest_gap  the smallest and the largest `near_tie` gap among them
+    largest_unit            the largest in units of eps * the largest |logit|; up to lookahead.ROUNDING it is rounding
+
+    Raises ArithmeticError if a difference is more than rounding.
     """
     rows, remarks = [], []
     modes = {"ordinary": model}

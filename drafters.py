@@ -9,8 +9,8 @@ guess will do that is right often and made quickly, and each of these has its ow
     Jacobi         jacobi.py       the model guesses a stretch of future tokens all at once, from wrong beginnings, over
                                    and over; some of what it says becomes right (Fu et al. 2024, arXiv 2402.02057)
     ModelDrafter   a small model   says quickly what a large one says slowly (Leviathan et al. 2023, arXiv 2211.17192;
-                                   as a tree of its most probable paths: Cai et al. 2024, Li et al. 2024)
-    Combined       several of them the most probable nodes of all their trees
+                                   as a tree: Miao et al. 2023, arXiv 2305.09781; Li et al. 2024, arXiv 2406.16858)
+    Combined       several          the most probable nodes of all their trees
 
 All speak the interface of lookahead.py (Drafter, Session), and `decode` knows none of them by name.
 """
@@ -29,19 +29,35 @@ from lookahead import Drafter, Session
 from sampling import Greedy, Picker
 from tree import DraftTree
 
+
+def most_probable(
+    tokens: Sequence[int], parents: Sequence[int], p: Sequence[float], budget: int
+) -> tuple[DraftTree, list[int]]:
+    """The tree of the `budget` most probable nodes, most probable first, and their old numbers.
+
+    It is a tree because parents come before their children and are no less probable, and of equals the earlier is
+    taken.
+    """
+    best = heapq.nlargest(budget, range(len(p)), key=p.__getitem__)
+    new = {-1: -1} | {node: i for i, node in enumerate(best)}
+    return DraftTree([tokens[n] for n in best], [new[parents[n]] for n in best], [p[n] for n in best]), best
+
+
 # --- prompt lookup ----------------------------------------------------------------------------------------------------
 
 
 class PromptLookup:
-    """Copies what followed when the text's last words (three, else two, else one) stood in it the last time.
+    """Copies what followed when the text's last three tokens (else two, else one) stood in it the last time.
 
         a dog sat . then a dog        "then a dog" is new, "a dog" was followed by "sat . then":
                                       draft  sat -- . -- then -- a -- dog -- sat ...
 
     The copy may run into what it has just copied, as above, so that a text that goes round in circles is followed all
-    the way. The longer the match, the likelier the copy is right; how likely is counted (`rates`), over all queries.
+    the way. The longer the match, the likelier the copy is right. So the two places are compared further back, too, and
+    how often copies were right is counted by the length of the match (`rates`), over all queries. Each copied token
+    that is right lengthens the match by one: the third one behind a match of 2 counts as behind a match of 4.
 
-    longest  tokens of the suffix that are compared, at most
+    longest  the lengths are told apart up to this one
     """
 
     def __init__(self, longest: int = 8) -> None:
@@ -119,7 +135,7 @@ class ModelDrafter:
         pass 2   "12", "13", "24" ...   -> grandchildren, "12 eggs" 0.6 ...
 
     up to `passes` passes, while a node that may stay in the draft has a probability of at least `least`. As a chain:
-    one node a pass, its most probable child only.
+    one node a pass, its most probable child only, so at most `passes` nodes, whatever `breadth` is.
 
     When the picker has noise, the draft foresees it. If the draft model's q were the target's p, the token with the
     largest q exp(noise) would be picked for certain, whichever is most probable. How far to trust that (`trust`) is
@@ -150,8 +166,9 @@ class ModelDrafter:
 class ModelSession:
     """One query. The cache holds the first `known` tokens of the text; while a draft is made, its expanded nodes, too.
 
-    Lists by node, in the order in which nodes were made (a parent first): p, parents, tokens, paths (slots in the
-    cache that a node sees, its own last, once it was expanded).
+    Nodes are numbered as they are made, a parent before its children; the root is -1. `p`, `parents` and `tokens` have
+    an entry for each. Those that were expanded have one in `paths`, too: the slots of its ancestors and its own; and,
+    when there is noise, in `guesses`: (q, w / sum of all w), each (vocab_size,).
     """
 
     RATE = 0.02  # at which trust is learned
@@ -170,7 +187,7 @@ class ModelSession:
         self.tokens: list[int] = []
         self.paths: dict[int, list[int]] = {}
         self.children: dict[tuple[int, int], int] = {}  # (parent, token) -> node
-        self.guesses: dict[int, tuple[Tensor, Tensor]] = {}  # node -> q and w / sum of all w
+        self.guesses: dict[int, tuple[Tensor, Tensor]] = {}
 
     def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
         """At most `budget` nodes, most probable first; none once the draft model's context is full."""
@@ -192,7 +209,7 @@ class ModelSession:
             self.known = past
             self.paths[-1] = []  # the root's slot belongs to the past
             self._expand(-1, logits[0], budget, picker)
-            for _ in range(drafter.passes - 1):
+            for _ in range((min(drafter.passes, budget) if drafter.chain else drafter.passes) - 1):
                 best = heapq.nlargest(budget, range(len(self.p)), key=self.p.__getitem__)
                 nodes = [node for node in best if node not in self.paths and self.p[node] >= drafter.least]
                 nodes = [node for node in nodes if past + len(self.paths[self.parents[node]]) < model.n_ctx]
@@ -209,15 +226,9 @@ class ModelSession:
                 logits = model([self.tokens[node] for node in nodes], positions, mask, self.cache)
                 for row, node in enumerate(nodes):  # (vocab_size,) each
                     self._expand(node, logits[row], budget, picker)
-        # As no child is more probable than its parent and comes after it, what is best is a tree.
-        best = heapq.nlargest(budget, range(len(self.p)), key=self.p.__getitem__)
-        index = {-1: -1} | {node: i for i, node in enumerate(best)}
-        self._estimates = [self.p[node] for node in best]
-        self._last = DraftTree(
-            [self.tokens[node] for node in best],
-            [index[self.parents[node]] for node in best],
-            [self._curve(p) for p in self._estimates],
-        )
+        self._last, _ = most_probable(self.tokens, self.parents, self.p, budget)
+        self._estimates = self._last.probs
+        self._last.probs = [self._curve(p) for p in self._estimates]
         return self._last
 
     def _expand(self, node: int, logits: Tensor, budget: int, picker: Picker) -> None:
@@ -256,7 +267,7 @@ class ModelSession:
                 blind, seeing = (float(guess[token]) for guess in self.guesses[node])
                 share = drafter.trust * seeing / max((1 - drafter.trust) * blind + drafter.trust * seeing, 1e-30)
                 drafter.trust += self.RATE * (min(max(share, 0.01), 0.99) - drafter.trust)
-            node = self.children.get((node, token), len(self.p))
+            node = self.children.get((node, token))  # None: not drafted
             if node not in self.paths:
                 break
             slots.append(self.paths[node][-1])
@@ -291,7 +302,8 @@ class Combined:
         if not self.drafters or len(sizes) > 1:
             raise ValueError(f"combine one or more drafters of one vocabulary, not {len(self.drafters)} of {sizes}")
         self.vocab_size = next(iter(sizes), None)
-        # By set of proposers, as bits: [accepted nodes, sum of their estimates], fading, begun as if seen.
+        # By set of proposers, as bits: how many of their verified nodes were accepted, and the sum of the estimates of
+        # all of them. Both are halved when the sum passes 50; they begin as if 2 of 2.0 had been seen.
         self.seen: defaultdict[int, list[float]] = defaultdict(lambda: [2.0, 2.0])
 
     def open(self, prompt_ids: Sequence[int]) -> "CombinedSession":
@@ -331,14 +343,13 @@ class CombinedSession:
         for parent, (proposers, estimate) in zip(parents, sources):
             accepted, estimated = self.seen[proposers]
             p.append(min(estimate * accepted / estimated, p[parent] if parent >= 0 else 1.0))
-        best = heapq.nlargest(budget, range(len(p)), key=p.__getitem__)  # of equals the earlier, so parents come first
-        index = {-1: -1} | {node: i for i, node in enumerate(best)}
+        self._last, best = most_probable(tokens, parents, p, budget)
         self._sources = [sources[node] for node in best]
-        self._last = DraftTree([tokens[n] for n in best], [index[parents[n]] for n in best], [p[n] for n in best])
         return self._last
 
     def observe(self, tokens: Sequence[int], draft: DraftTree | None = None, picks: list[int] | None = None) -> None:
-        """Each session hears of its own tree, and those that want picks of the tree which these belong to."""
+        """Each session hears of its own tree (some nodes of which may not have been verified: those count as rejected,
+        unless the text shows that they were right), and those that want picks of the tree which these belong to."""
         if draft and draft.begins(self._last):
             accepted = set(draft.walk(tokens))
             for node, (proposers, p) in enumerate(self._sources[: len(draft)]):

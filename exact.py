@@ -3,7 +3,8 @@
 Lookahead picks its tokens from the logits that plain decoding would see, up to rounding: floating-point addition is not
 associative, (1e8 + 1) - 1e8 = 0 but (1e8 - 1e8) + 1 = 1 in float32, and a forward over eight rows adds in another order
 than one over a single row. The difference is tiny, but where two tokens are equal to within it, the texts part: of 200
-texts of 128 tokens by the bundled "tiny", none did in float32, but 44 in bfloat16, which has three digits.
+texts of 128 tokens by the bundled "tiny", none did in float32, but 44 in bfloat16, which has between two
+and three digits (python bench.py parting --dtype bfloat16).
 
     model = Exact(GPT.load("tiny", dtype=torch.bfloat16))       # a model like any other; the parameters are shared
 
@@ -27,7 +28,7 @@ a block that is not full may be added up in another order. On the machine where 
 makes no difference for widths that are multiples of 8, but among 5 or 15 it does. Nobody promises either, so an Exact
 tries it out when it is made: the same token in all places must give the same bits.
 
-Logits are the same as long as machine, number of threads, dtype, packing and `rows` are.
+Logits are the same as long as machine, number of threads, dtype, packing and the number of rows of a pass are.
 
 The price: a single token pays for the products of 16 rows, and each row's keys are copied once more.
 """

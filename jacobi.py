@@ -1,10 +1,12 @@
 """Lookahead *Decoding* (Fu et al. 2024, arXiv 2402.02057, section 3): the model guesses its own future, all at once.
 
-Suppose we do not know the next W tokens and put in junk. One forward gives the model's choice behind each of them:
-the first is right (it follows the true text), the others follow junk. Put those choices in place of the junk and do
-it again: now the second is right, too, and after W rounds all are (Jacobi's iteration for W equations at once).
-That saves nothing by itself; but on the way the model utters n-grams that are right for another place, or too
-early. They are collected in a pool, and those that begin with the last token of the text are verified.
+(Same name, other method: the rest of this repository follows Zhao et al. 2024. Here it is one more drafter.)
+
+Suppose we do not know the next W tokens and put in junk, any tokens of the text. One forward gives the model's choice
+behind each of them: the first is right (it follows the true text), the others follow junk. Put those choices in place
+of the junk and do it again: now the second is right, too, and after W rounds all are (Jacobi's iteration for W
+equations at once). That saves nothing by itself; but on the way the model utters n-grams that are right for another
+place, or too early. They are collected in a pool, and those that begin with the last token of the text are verified.
 
 So a draft has two kinds of branches, all in one tree under one mask. With W = 3 columns and n-grams of N = 4 tokens
 (letters: a guess, digits: the round in which it was made, 0 the oldest):
@@ -21,7 +23,7 @@ advanced by more than one token, the columns that it passed go, and new junk com
 
 Half of the budget goes to each kind. Sampling works as greedy decoding does, since a pick with keyed noise is a
 function of the text (sampling.py). Guesses pay in later steps only, which budget="auto" does not know: give a
-number.
+number, 4 (N - 1) or more for room for both (with less the branches are cut, and nothing is learned from them).
 """
 
 import random
@@ -90,7 +92,7 @@ class JacobiSession:
                 if len(nodes) == len(path):
                     new.append(picks[nodes[-1] + 1])
                     self._remember([*path[1 - self.n :], new[-1]])
-                else:  # the draft was cut
+                else:  # cut off
                     new.append(self.rng.choice(self.text))
             passed = len(tokens) - 1
             self.levels = [level[passed:] for level in (*self.levels[1:], new)]

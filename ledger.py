@@ -11,10 +11,11 @@ class Ledger:
     forwards, rows           passes through the model, and the tokens in them
     forks, takeovers, frees  of whole caches
     copied                   bytes copied within one memory: by forks, and where `keep` closes gaps
-    sent                     bytes handed from one memory to the other, both ways. (With a model on the CPU both are the
-                             same memory: the moves are made and counted, but no byte travels)
-    held, peak               bytes allocated now (0 when all is over), and at most ...
-    near, peak_near          ... of these on the model's device
+    sent                     bytes handed from one memory to the other, both ways: whole caches, empty slots too. (With
+                             a model on the CPU both are the same memory: the moves are made and counted, but no byte
+                             travels)
+    held, near               bytes allocated now, and those of them on the model's device; 0 when all is over
+    peak, peak_near          the most that they ever were
     peak_used                bytes of slots in use, at most
     moves                    what happened since somebody last emptied the list, in words
     """
@@ -67,5 +68,5 @@ class Ledger:
         self.moves.append(f"cache {number} {'to the device' if near else 'to the CPU'}: {cache.nbytes:,} bytes")
 
     def kept(self, gone: int, shifted: int, cache: Any) -> None:
-        self.copied += shifted * (cache.nbytes // cache.capacity)
+        self.copied += shifted * (cache.nbytes // cache.capacity)  # bytes of a slot
         self.moves.append(f"{gone} slots given back, {cache.length} kept, {shifted} of them shifted")

@@ -14,7 +14,14 @@ into reading the weights. Plain decoding wastes that: one token in, one token ou
 
 The logits of a node say what comes *after* it, so a row verifies the node's children. Four numberings meet in the loop
 below: node i of the draft has row i + 1 in the mask and in the logits (row 0 is the root, which counts as node -1),
-lies in cache slot base + 1 + i, and stands at position base + its depth.
+lies in cache slot base + 1 + i, and stands at position base + its depth, where base is the number of tokens in the
+cache before the pass, and the slot and position of the root. With base = 9 above:
+
+    token      =    12    >>    7
+    node      -1     0     1    2
+    row        0     1     2    3
+    slot       9    10    11   12
+    position   9    10    11   10      "7" stands where "12" does: it is another guess for the same place
 
 The picks are made from the logits that plain decoding would see, by a picker that is a pure function
 (sampling.py). So the text is the one plain decoding writes, greedy or sampled, whatever was drafted; a bad draft
@@ -80,7 +87,8 @@ class Step:
     position       number of the first emitted token, counted from the start of the prompt
     draft          the tree that was verified; empty in the prefill and in plain steps
     accepted       the nodes on the accepted path, from the root down
-    tokens         the emitted tokens: those of the accepted nodes and one more, the model's own choice behind them. (If
+    tokens         the emitted tokens: those of the accepted nodes and one more, the model's own choice behind them (a
+                   drafted token that ends the text counts as this one). (If
                    there was no room for any token, one Step without forward and tokens tells the finish_reason)
     seconds        draft / forward / accept; the last includes telling the drafter
     finish_reason  None, or in the last step "stop" (a stop token), "length" (max_new_tokens), "context" (n_ctx is full)
@@ -118,7 +126,8 @@ class Generation:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted per decode step (the paper's EDL), without the prefill and its token; nan without steps."""
+        """Tokens emitted per decode step (the paper's EDL, effective decoding length), without the prefill and its
+        token; nan without steps."""
         return (len(self.tokens) - 1) / len(self.steps) if self.steps else math.nan
 
 
@@ -142,29 +151,33 @@ def decode(
                     `max_rows`, root and draft are no more than that (exact.py)
     drafter         where guesses come from (a TokenTrie, say); None is plain decoding
     picker          how a token is chosen from logits; Greedy() if None
-    budget          nodes drafted per step at most, or "auto"
+    budget          nodes drafted per step at most, or "auto": as many as pay, by measured times (budget.py)
     max_new_tokens  never exceeded; prompt and new tokens together never exceed n_ctx either
     stop_ids        tokens that end the text; the one that did is part of it
     cache           None, or a cache that already holds the first `cache.length` tokens of the prompt (fewer than all of
                     them); afterwards it holds all of the text but the last token
 
     Raises ValueError for an empty or too long prompt, token ids outside the vocabulary, a cache that is too small, and
-    impossible numbers: at the call, not at the first step. (A generator runs nothing before its first `next`, which
-    is why the loop is a function of its own, `_steps`.)
+    impossible numbers: at the call, not at the first step (a generator runs nothing before its first `next`, which is
+    why the loop is a function of its own, `_steps`); and later, if a drafter proposes tokens outside the vocabulary.
     """
     picker = Greedy() if picker is None else picker
     context, stops = checked(model, prompt_ids, drafter, budget, max_new_tokens, stop_ids)
-    most = min(model.n_ctx, len(context) + max_new_tokens)
+    longest = min(model.n_ctx, len(context) + max_new_tokens)
     if cache is None:
-        room = MOST if budget == "auto" else budget
-        cache = model.new_cache(most + (room if drafter is not None else 0))
-    elif cache.capacity < most - 1:
-        raise ValueError(f"the cache has {cache.capacity} slots, this text may need {most - 1}")
+        cache = model.new_cache(longest + _room(drafter, budget))
+    elif cache.capacity < longest - 1:
+        raise ValueError(f"the cache has {cache.capacity} slots, this text may need {longest - 1}")
     elif cache.length >= len(context):
         raise ValueError(
             f"the cache holds {cache.length} tokens, the prompt only {len(context)}: nothing is left to read"
         )
     return _steps(model, context, drafter, picker, budget, max_new_tokens, stops, cache)
+
+
+def _room(drafter: Drafter | None, budget: int | str) -> int:
+    """Slots that a draft may need."""
+    return 0 if drafter is None else MOST if budget == "auto" else budget
 
 
 def checked(
@@ -253,16 +266,17 @@ def _steps(
 
             picks = None
             if getattr(session, "wants_picks", False) and not prefill:
-                picks = [
-                    picker.pick(logits[node + 1], start + len(path), context + [draft.tokens[i] for i in path])
-                    for node, path in ((node, draft.path(node)) for node in range(-1, len(draft)))
-                ]
+                picks = []
+                for node in range(-1, len(draft)):
+                    path = draft.path(node)
+                    before = context + [draft.tokens[i] for i in path]
+                    picks.append(picker.pick(logits[node + 1], len(before), before))
 
             # Accept: from the root, follow the model's own picks for as long as they were drafted. (A prefill has one
             # row, its last token's, and no nodes: row 0 again.)
             node, accepted, finish_reason = -1, [], None
             while True:
-                token = picker.pick(logits[node + 1], len(context), context)
+                token = picks[node + 1] if picks else picker.pick(logits[node + 1], len(context), context)
                 context.append(token)
                 if token in stop_ids:
                     finish_reason = "stop"
@@ -299,7 +313,15 @@ def generate(model: Any, prompt_ids: Sequence[int], **arguments: Any) -> Generat
 
 
 def generate_many(
-    model: Any, prompt_ids: Sequence[int], num_return_sequences: int, *, picker: Any, **arguments: Any
+    model: Any,
+    prompt_ids: Sequence[int],
+    num_return_sequences: int,
+    *,
+    picker: Any,
+    drafter: Drafter | None = None,
+    budget: int | str = "auto",
+    max_new_tokens: int = 128,
+    stop_ids: Collection[int] = (),
 ) -> list[Generation]:
     """Independent samples of one prompt, which is read once: each decode starts from a copy of its cache.
 
@@ -312,15 +334,14 @@ def generate_many(
         raise ValueError(f"num_return_sequences must be a whole number, 1 or more, not {num_return_sequences!r}")
     if num_return_sequences > 1 and not hasattr(picker, "sample"):
         raise ValueError("greedy decoding has one answer only: sample (temperature above 0) for several")
-    decode(model, prompt_ids, picker=picker, **arguments)  # checks everything; it would start at its first step
-    budget, most = arguments.get("budget", "auto"), arguments.get("max_new_tokens", 128)
-    room = MOST if budget == "auto" else budget
-    cache = model.new_cache(min(model.n_ctx, len(prompt_ids) + most) + room)
-    if len(prompt_ids) > 1:
+    prompt, stops = checked(model, prompt_ids, drafter, budget, max_new_tokens, stop_ids)
+    cache = model.new_cache(min(model.n_ctx, len(prompt) + max_new_tokens) + _room(drafter, budget))
+    if len(prompt) > 1:
         with torch.no_grad():
-            model(list(prompt_ids)[:-1], cache=cache, rows=[len(prompt_ids) - 2])
+            model(prompt[:-1], cache=cache, rows=[len(prompt) - 2])
+    settings: dict[str, Any] = {"drafter": drafter, "budget": budget, "max_new_tokens": max_new_tokens}
     pickers = [picker.sample(number) if number else picker for number in range(num_return_sequences)]
-    return [generate(model, prompt_ids, picker=each, cache=cache.fork(), **arguments) for each in pickers]
+    return [generate(model, prompt, picker=each, cache=cache.fork(), stop_ids=stops, **settings) for each in pickers]
 
 
 # --- how two runs are compared ---------------------------------------------------------------------------------------
@@ -328,13 +349,14 @@ def generate_many(
 # By how much the difference of two logits may change with the order of addition, in units of eps * the largest |logit|,
 # where eps is the dtype's relative spacing (1.2e-7 in float32, 7.8e-3 in bfloat16). Between one-token passes and one
 # long pass of the bundled model single logits were seen to move by 4.4 units in float32, where sums collect the
-# errors of many terms, and by 0.6 in bfloat16 and float16, where the last rounding outweighs them.
+# errors of many terms, and by 0.6 in bfloat16 and float16, where the last rounding outweighs them. A difference has two
+# logits, which makes 8.8 and 1.2; the rest is margin.
 ROUNDING = {torch.float64: 16, torch.float32: 16, torch.float16: 4, torch.bfloat16: 4}
 
 
 class NearTie(NamedTuple):
     """Two runs part at new token number `position` (from 0), and the choice hangs on a shift of one logit by `gap`;
-    `scale` is the largest |logit| there."""
+    `scale` is the largest |logit| there. The gap is inf if a shift of 64 is not enough or one text just ends sooner."""
 
     position: int
     gap: float

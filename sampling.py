@@ -10,6 +10,8 @@ address instead. To sample from probabilities p, add to log p(t) an independent 
 
     argmax_t  log p(t) + g(t)      is distributed as p,       g(t) = -log(-log u(t)),   u(t) uniform in (0, 1)
 
+(logits will do for log p: they differ from it by one number, the same for all tokens)
+
 and u(t) is computed from (seed, position, t) by an integer hash. A tiny example, three tokens, position 7, seed 0:
 
     token              a       b       c
@@ -38,6 +40,8 @@ class Picker(Protocol):
     """What a decoder asks for: `pick`. `context` holds the ids of all tokens before the picked one, `position` is its
     number.
 
+    Positions count from 0, the prompt included.
+
     `process` and `noise` lay open what goes into a pick, for drafters that want to foresee it.
     """
 
@@ -61,7 +65,7 @@ class Greedy:
                         positive, multiplied if negative (Keskar et al. 2019, arXiv 1909.05858). 1 is off, below 1
                         invites repetition. The prompt counts, as it does in transformers.
     processors          functions of your own, (logits, context) -> logits, applied in turn after the penalty. They must
-                        be pure: the same arguments, the same result.
+                        be pure: the same arguments, the same result, of the same shape (or `pick` raises ValueError).
 
     Both depend on the context, and in a draft tree every node has its own: the decoder's walk hands over the text up to
     the very node it stands on, so what they forbid is forbidden at the same places as in plain decoding.
