@@ -2542,6 +2542,48 @@ def test_speculative_sampling_keeps_its_caches_in_step():
             speculative_sample(model, **{"draft_model": model} | arguments)
 
 
+class Rereading:
+    """A model whose cache is a list of tokens, all read again for every forward."""
+
+    class Cache(list):
+        length = property(len)
+
+        def truncate(self, length: int) -> None:
+            del self[length:]
+
+    def __init__(self, model: GPT) -> None:
+        self.model, self.n_ctx, self.vocab_size = model, model.n_ctx, model.vocab_size
+
+    def new_cache(self) -> "Rereading.Cache":
+        return self.Cache()
+
+    def __call__(self, tokens, cache, rows):
+        cache += tokens
+        return self.model(list(cache), rows=[len(cache) - len(tokens) + row for row in rows])
+
+
+def test_speculative_sampling_against_rereading_everything():
+    """Token for token, with filters that depend on the context, stops and full contexts; drafts right and wrong."""
+    model, small, accepted = toy(n_ctx=40), toy(1, 1, 8, n_ctx=36, scale=0.6), Counter()
+    for seed in range(30):
+        rng = random.Random(seed)
+        settings = {
+            "picker": Sampler(0.4, top_k=3, repetition_penalty=1.2) if seed % 2 else Sampler(0.5),
+            "budget": rng.randint(1, 5),
+            "max_new_tokens": rng.randint(1, 45),
+            "stop_ids": rng.sample(range(29), seed % 3),
+            "seed": seed,
+        }
+        prompt = [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+        fast = speculative_sample(model, small, prompt, **settings)
+        slow = speculative_sample(Rereading(model), Rereading(small), prompt, **settings)
+        assert (fast.tokens, fast.finish_reason) == (slow.tokens, slow.finish_reason)
+        for step in fast.steps:
+            accepted[len(step.accepted)] += 1
+            assert step.draft.tokens[: len(step.accepted)] == step.tokens[:-1]
+    assert all(accepted[n] > 3 for n in range(4)), accepted
+
+
 def test_measured_acceptance_is_what_the_distributions_say():
     model, small = bundled("tiny"), bundled("nano")
     tokenizer, texts = Tokenizer(4096), []
