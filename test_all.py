@@ -36,10 +36,13 @@ import packing
 import speed
 import trie as trie_module
 import weights
+from arithmetic import Classifier, Intersection, Prompted, Sum, Term, TopK, TopP, Union
 from blend import CELLS, Calibration
 from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
 from counts import WIDE, Counts, Node, Writer
 from exact import Exact
+from forest import forest
+from formula import BagOfTokens, TextScore, parse
 from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
 from model import GPT, GPTConfig, KVCache, Linear
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
@@ -2125,6 +2128,338 @@ def test_near_tie_measures_the_gap():
     # With top-k 2, token 0 is cut off; it takes a lift above token 2's logit, and above the sampled winner's sum.
     picker = Sampler(top_k=2, seed=1)
     assert near_tie(Fixed([1.0, 1.25, 1.5]), [0], [0], [2], picker).gap == pytest.approx(0.25)
+
+
+# --- arithmetic.py ----------------------------------------------------------------------------------------------------
+
+
+def first_letters(ids: list[int], candidates: list[int]) -> torch.Tensor:
+    """A classifier's score that depends on the order of the whole text."""
+    texts = [ids, *([*ids, token] for token in candidates)]
+    return torch.tensor([-(0.3 * sum((i + 1) * t for i, t in enumerate(text)) % 2.0) for text in texts]).double()
+
+
+def toy_terms() -> list[Prompted]:
+    """Two models of different shape, with prompts of different length, one of them twice."""
+    one, two = toy(), toy(1, 2, 8, 29, 48, scale=0.6)
+    return [Prompted(one), Prompted(one, [3, 1, 4]), Prompted(two, [2]), Prompted(two, [7, 7, 7, 7, 7])]
+
+
+def toy_formulas() -> dict[str, Term]:
+    a, b, c, d = toy_terms()
+    return {
+        "one term": b,
+        "sum": a - 0.5 * b + 0.7 * (c - 0.2 * d),
+        "union": a - 0.4 * Union(b, c) + 0.5 * d,
+        "intersection": Intersection(a + b, c, 0.5 * d),
+        "gates": TopP(a, 0.8) - 0.5 * TopK(b, 5) + 0.3 * c,
+        "classifier": TopK(a, 9) + 0.5 * b + 2.0 * Classifier(first_letters, 6),
+        "against a classifier": Union(a + Classifier(first_letters, 29), c) - 0.3 * d - Classifier(first_letters, 3),
+    }
+
+
+def from_scratch(term: Term, ids: list[int]) -> torch.Tensor:
+    """(vocab_size,) probabilities after `ids`, by the definitions, token by token: no cache, no log, nothing shared."""
+    if isinstance(term, Prompted):
+        return term.model([*term.prompt, *ids])[-1].softmax(-1)
+    if isinstance(term, TopP):
+        probs, kept, weight = from_scratch(term.term, ids), [], 0.0
+        for token in sorted(range(29), key=lambda token: -probs[token]):
+            if weight < term.k:
+                kept.append(token)
+                weight += float(probs[token])
+        shut = torch.ones(29, dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
+        return probs.masked_fill(shut, 0.0) / probs[kept].sum()
+    if isinstance(term, TopK):
+        probs = from_scratch(term.term, ids)
+        probs = torch.where(probs >= sorted(probs.tolist())[-term.k], probs, 0.0)
+        return probs / probs.sum()
+    if isinstance(term, Union):
+        chosen = min if isinstance(term, Intersection) else max
+        rows = [from_scratch(each, ids).tolist() for each in term.terms]
+        probs = torch.tensor([chosen(column) for column in zip(*rows)], dtype=torch.float64)
+        return probs / probs.sum()
+    assert isinstance(term, Sum)
+    product = torch.ones(29, dtype=torch.float64)
+    for each, weight in term.terms.items():
+        if not isinstance(each, Classifier):
+            probs = from_scratch(each, ids)
+            if weight < 0:  # what the gate shuts out counts like the least that it lets in
+                probs = torch.where(probs > 0, probs, probs[probs > 0].min())
+            product *= probs ** (weight / term.weight)
+    for each, weight in term.terms.items():
+        if isinstance(each, Classifier):
+            plain = product / product.sum()
+            for token in range(29):
+                looked = plain[token] > 0 and token in plain.topk(each.top).indices.tolist()
+                factor = each.score(ids, [token])[1 if looked else 0]
+                product[token] *= math.exp(weight / term.weight * float(factor))
+    return product / product.sum()
+
+
+@pytest.mark.parametrize("name", toy_formulas())
+def test_a_formula_over_a_tree_equals_every_path_from_scratch(name):
+    formula, rng = toy_formulas()[name], random.Random(4)
+    assert formula.n_ctx == min(leaf.model.n_ctx - len(leaf.prompt) for leaf in formula.leaves)
+    for _ in range(4):
+        prefix = [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+        tree = random_tree(rng, rng.randint(0, 12), 29)
+        cache = formula.new_cache(40)
+        if len(prefix) > 1:
+            formula(prefix[:-1], cache=cache)
+        base = cache.length
+        assert base == len(prefix) - 1
+        mask = torch.ones(1 + len(tree), base + 1 + len(tree), dtype=torch.bool)
+        mask[:, base:] = tree.mask()
+        rows = rng.sample(range(-1, len(tree)), rng.randint(1, len(tree) + 1))
+        positions = [base, *(base + depth for depth in tree.depths)]
+        logs = formula([prefix[-1], *tree.tokens], positions, mask, cache, [row + 1 for row in rows])
+        for log, node in zip(logs, rows):
+            expected = from_scratch(formula, prefix + [tree.tokens[i] for i in tree.path(node)])
+            assert torch.allclose(log.exp(), expected, atol=1e-9) and not log.isnan().any()
+        node = rng.randrange(-1, len(tree))  # and on the path that was accepted, behind a fork that goes its own way
+        other = cache.fork()
+        cache.keep(base, [base, *(base + 1 + i for i in tree.path(node))])
+        other.truncate(base)
+        other.to("cpu")
+        text = prefix + [tree.tokens[i] for i in tree.path(node)]
+        assert cache.length == len(text) and other.length == base
+        for known, kept in ((text, cache), (prefix[:-1], other)):
+            assert torch.allclose(formula([5], cache=kept)[0].exp(), from_scratch(formula, [*known, 5]), atol=1e-9)
+
+
+def test_one_term_is_its_model_and_equal_terms_cancel():
+    model, ids = toy(), [3, 1, 4, 1, 5]
+    bare, said = Prompted(model), Prompted(model, [9, 8])
+    assert torch.allclose(bare(ids), model(ids).log_softmax(-1), atol=1e-12)
+    assert torch.allclose(said(ids), model([9, 8, *ids])[2:].log_softmax(-1), atol=1e-12)
+    assert torch.allclose((2 * bare - Prompted(model))(ids), bare(ids), atol=1e-12)  # two objects, one model and prompt
+    assert torch.allclose((0.25 * bare)(ids), bare(ids), atol=1e-12)
+    assert list((2 * bare - model + 0 * said).terms.values()) == [1.0]  # no rows are spent on said
+    assert torch.allclose(Union(bare, bare)(ids), bare(ids)) and torch.allclose(
+        Intersection(bare, bare)(ids), bare(ids)
+    )
+    assert torch.allclose((bare - 0.9 * Intersection(said, bare))(ids).exp().sum(-1), torch.ones(5).double())
+    twice = (bare + said + Union(bare, said)).new_cache(7)
+    assert len(twice.parts) == 2 and twice.capacity == 7 and twice.nbytes == 2 * model.new_cache(8).nbytes
+
+
+def test_prompts_may_be_texts_and_halves_stay_finite():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    ids = tokenizer.encode(BAKER)
+    assert torch.equal(Prompted(model, "Be brief. ")(ids), Prompted(model, tokenizer.encode("Be brief. "))(ids))
+    half, full = toy(dtype=torch.bfloat16), toy(dtype=torch.float32)
+    logs = (Prompted(half, [1, 2]) - 0.5 * TopK(half, 3))([3, 4])
+    assert logs.dtype == torch.bfloat16 and logs.isfinite().all()
+    assert (Prompted(half) + full).dtype == torch.float32
+
+
+def test_the_formula_is_the_nearest_distribution():
+    """No other distribution has a smaller weighted sum of divergences (the paper's definition of a formula)."""
+    a, b, c, _ = toy_terms()
+    qs = [term([4, 2])[-1] for term in (a, b, c)]
+    weights = [1.0, -0.4, 0.8]
+    best = (weights[0] * a + weights[1] * b + weights[2] * c)([4, 2])[-1]
+
+    def cost(log_p: torch.Tensor) -> float:
+        return float(sum(w * (log_p.exp() * (log_p - q)).sum() for w, q in zip(weights, qs)))
+
+    for seed in range(50):
+        for size in (0.01, 1.0):
+            step = size * torch.randn(29, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            assert cost((best + step).log_softmax(-1)) > cost(best)
+
+
+def test_gates_forbid_only_where_they_should():
+    a, b, _, _ = toy_terms()
+    ids = [4, 2, 8]
+    top = a(ids).topk(3).indices
+    for formula in (TopK(a, 3), TopK(a, 3) + 2 * b, TopK(a, 3) - 0.5 * TopK(b, 2), 2 * TopK(a, 3) - TopK(a, 3)):
+        logs = formula(ids)
+        assert not logs.isnan().any() and (logs < torch.inf).all()
+        assert torch.equal(logs.isfinite(), torch.zeros(3, 29).scatter(1, top, 1.0).bool())
+    assert (b - 0.5 * TopK(a, 3))(ids).isfinite().all()  # a negative term forbids nothing
+    worst = a(ids).argmin(-1)
+    gained = (b - 0.5 * TopK(a, 3))(ids) - 2 * b(ids)  # and rewards nobody for being shut out of it
+    assert (gained[range(3), worst] - gained[range(3), top[:, 2]]).abs().max() < 1e-9
+    shut = 1e3 * torch.eye(29).double()  # two models that are sure of different tokens: nothing passes both gates
+
+    class Sure(GPT):
+        token = 0
+
+        def forward(self, tokens, positions=None, mask=None, cache=None, rows=None):
+            return shut[self.token].expand_as(super().forward(tokens, positions, mask, cache, rows))
+
+    one, two = Sure(toy().config).double(), Sure(toy().config).double()
+    two.token = 5
+    logs = (TopK(one, 1) + TopK(two, 1))(ids)
+    assert logs.isfinite().all() and torch.allclose(logs.exp().sum(-1), torch.ones(3).double())
+    assert torch.equal((TopK(one, 1) - 0.5 * TopK(one, 1))(ids).isfinite().sum(-1), torch.ones(3).long())
+    assert (Prompted(TopK(a, 3)) + b)(ids).isfinite().sum(-1).tolist() == [3] * 3  # a formula is a model, gates and all
+
+
+@pytest.mark.parametrize("name", toy_formulas())
+def test_decoding_a_formula_is_what_recomputing_says_whatever_is_drafted(name):
+    formula, text = toy_formulas()[name], [5, 6, 7]
+    picker = Greedy() if name in ("sum", "classifier") else Sampler(0.9, top_p=0.95, seed=6)
+    for _ in range(16):
+        text.append(picker.pick(from_scratch(formula, text).log(), len(text), text))
+    plain = generate(formula, text[:3], picker=picker, max_new_tokens=16)
+    assert plain.tokens == text[3:]
+    trie = TokenTrie(29, max_depth=5)
+    trie.insert(text[3:])
+    for drafter in (RandomDrafter(1, 29), OracleDrafter(2, 29, plain.tokens, 3), trie):
+        fast = generate(formula, text[:3], picker=picker, max_new_tokens=16, drafter=drafter, budget=9)
+        assert fast.tokens == plain.tokens
+    drawn = [Sampler(seed=8).sample(i) for i in range(3)]
+    side_by_side = forest(formula, text[:3], drawn, 9, stop_ids=[4])
+    assert side_by_side == [generate(formula, text[:3], picker=p, max_new_tokens=9, stop_ids=[4]).tokens for p in drawn]
+    if name == "sum":
+        full = generate(formula, text[:3], max_new_tokens=99)
+        assert full.finish_reason == "context" and len(full.tokens) + 3 == formula.n_ctx == 43
+
+
+def test_formulas_refuse_what_means_nothing():
+    a, b, c, _ = toy_terms()
+    other = toy(vocab_size=31)
+    for message, wrong in {
+        "add up to 0:": lambda: (a - b).new_cache(),
+        "add up to -0.5": lambda: (0.5 * a - b)([1]),
+        r"add up to 0: .*classifier": lambda: generate(Sum([(1.0, Classifier(first_letters))]), [1]),
+        "vocab_size 29 and 31": lambda: a + other,
+        "29 and 31": lambda: Union(a, other),
+        "not numbers": lambda: a + 3,
+        "by a number": lambda: a * b,
+        "made of models, not of str": lambda: a + "b",
+        "not by nan": lambda: math.nan * a,
+        "two terms or more": lambda: Union(a),
+        "must be above 0": lambda: TopK(a - 2 * b, 3),
+        "1 or more, not 0": lambda: TopK(a, 0),
+        "at most 1, not 1.5": lambda: TopP(a, 1.5),
+        "whole number of candidates": lambda: Classifier(first_letters, 0),
+        "context is 64": lambda: Prompted(toy(), [1] * 64),
+        "not one of this formula": lambda: (a + b)([1], cache=a.new_cache()),
+        "no room": lambda: a([1, 2, 3], cache=a.new_cache(2)),
+        "formula's context": lambda: c([1], [c.n_ctx]),
+        "mask has shape": lambda: a([1, 2], None, torch.ones(2, 3, dtype=torch.bool)),
+        "one flat list": lambda: a(torch.ones(1, 2, dtype=torch.long)),
+        "1 \\+ n log-probabilities": lambda: (a + Classifier(lambda ids, new: torch.ones(len(new))))([1]),
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            wrong()
+        assert "\n" not in str(error.value)
+
+
+def test_a_refused_forward_leaves_all_parts_of_the_cache_alone():
+    a, b, c, _ = toy_terms()
+    calls = itertools.count()
+
+    def score(ids, new):
+        if next(calls) == 2:
+            raise ValueError("no more")
+        return first_letters(ids, new)
+
+    formula = a + b + c + Classifier(score, 3)
+    cache = formula.new_cache(9)
+    formula([1, 2], cache=cache)
+    before = {key: part.length for key, part in cache.parts.items()}
+    for wrong, message in (([3], "no more"), ([29], "token ids")):
+        with pytest.raises(ValueError, match=message):
+            formula(wrong, cache=cache)
+        assert {key: part.length for key, part in cache.parts.items()} == before and cache.length == 2
+    assert torch.allclose(formula([3], cache=cache)[0].exp(), from_scratch(formula, [1, 2, 3]), atol=1e-9)
+    for wrong in (lambda: cache.truncate(4), lambda: cache.keep(0, [5]), lambda: cache.keep(4, [0])):
+        with pytest.raises(ValueError, match="3 slots"):
+            wrong()
+
+
+# --- formula.py -------------------------------------------------------------------------------------------------------
+
+
+def test_formulas_as_text_are_the_formulas():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    ids, one, two = tokenizer.encode("Question: 3 + 4"), Prompted(model, "a\nb"), Prompted(model, "c")
+    for text, term in {
+        "M": Prompted(model),
+        "M('a\\nb') - 0.5*M(\"c\")": one - 0.5 * two,
+        "(M('c') + M()) / 4 + -(1/3) * M('a\\nb') * 0.5": 0.25 * (two + model) - (1 / 6) * one,
+        "Union(M('c'), Intersection(M, M('a\\nb'))) - 0.5 * TopK(M, 4)":
+        Union(two, Intersection(model, one)) - 0.5 * TopK(model, 4),
+        "TopP(2*M, .9)": TopP(model, 0.9),
+    }.items():  # fmt: skip
+        assert torch.allclose(parse(text, model)(ids), term(ids), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    {
+        "": "cannot be read",
+        "M('a'": "cannot be read",
+        "M('a') - M('b')": "add up to 0",
+        "3": "holds no model",
+        "'M'": "holds no model",
+        "M + 1": "between terms",
+        "M * M": "\\* stands between",
+        "M / 0": "not 0",
+        "M / M": "not 0",
+        "2 ** 9 * M": "not understood",
+        "N('a')": "not understood",
+        "M(3)": "prompts in quotes",
+        "M('a', 'b')": "not understood",
+        "M(prompt='a')": "not understood",
+        "TopK(M, M)": "whole number",
+        "TopP(M, 2)": "at most 1",
+        "C('a')": "not understood",
+        "C('', 'b') + M": "neither empty",
+        "__import__('os').system('true')": "not understood",
+        "M.model": "not understood",
+        "[M for M in (1,)]": "not understood",
+        "1e999 * M": "by a number",
+        "(" * 5000 + "M": "cannot be read",
+        "-" * 50000 + "M": "cannot be read",
+        "M\0": "cannot be read",
+    }.items(),
+)
+def test_other_text_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(text, bundled("nano"))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_bag_of_tokens_learns_and_steers():
+    rng = random.Random(3)
+    yes = [[rng.choice([1, 2, 3, 4]) for _ in range(9)] for _ in range(40)]
+    no = [[rng.choice([3, 4, 5, 6]) for _ in range(9)] for _ in range(40)]
+    bag = BagOfTokens.fit(yes, no, 29)
+    assert bag.weights[1] > 1 and bag.weights[5] < -1 and abs(bag.weights[3]) < 0.7 and bag.weights[28] == 0
+    scores = bag([3, 1, 3], [1, 2, 5, 28])
+    for score, extra in zip(scores, ([], [1], [2], [5], [28])):
+        odds = bag.bias + sum(float(bag.weights[t]) for t in {3, 1, *extra})
+        assert abs(float(score) + math.log1p(math.exp(-odds))) < 1e-12
+    model = Prompted(toy())
+    drawn = [Sampler(seed=1).sample(i) for i in range(20)]
+
+    def ones(formula: Term) -> int:
+        return sum(token in (1, 2) for text in forest(formula, [9], drawn, 12) for token in text)
+
+    assert ones(model + 3 * Classifier(bag)) > ones(model) > ones(model - 3 * Classifier(bag))
+    with pytest.raises(ValueError, match="give both"):
+        BagOfTokens.fit([], no, 29)
+    judged = TextScore(lambda text: -float(text.count("apple")), Tokenizer(4096))
+    apple = Tokenizer(4096).encode(" apple")
+    assert judged(apple, [10, 11]).tolist() == [-1.0, -1.0, -1.0]
+
+
+def test_a_classifier_between_two_prompts_tells_them_apart():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    prompts = [tokenizer.encode(text) for text in (
+        "Question: Ada reads 6 pages a day. How many pages does Ada read in 4 weeks?\nAnswer:",
+        "Question: A shop sells hats for $6 each. How much money does it make with 4?\nAnswer:")]  # fmt: skip
+    bag = BagOfTokens.between(model, *prompts, count=12, length=24)
+    fresh = [forest(model, prompt, [Sampler(seed=99).sample(i) for i in range(8)], 24) for prompt in prompts]
+    right = [float(bag(text, [])[0]) > math.log(0.5) for text in fresh[0]]
+    right += [float(bag(text, [])[0]) < math.log(0.5) for text in fresh[1]]
+    assert sum(right) >= 12
 
 
 # --- train.py -------------------------------------------------------------------------------------------------------
