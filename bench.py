@@ -4,6 +4,8 @@
     python bench.py speed  [--model tiny] [--dtype float32] [--responses FILE] [--problems 60] [--budget auto 4 8 ...]
     python bench.py replay --responses FILE [--warm N] [--replay M] [--budget 10 38 64] [--mode ...]
     python bench.py growth [--tokens 10000 100000 ...] [--mode ...] [--max-nodes N]
+    python bench.py search [--model tiny] [--problems 60] [--n 8 32] [--late]
+    python bench.py formula [--model tiny] [--problems 20]
 
 `cost` measures T(n), the time of a forward of n rows, against the same model with torch's F.linear and against two
 bounds that are measured in the same run: the bytes of the weights over the fastest way found to read them, and the
@@ -15,6 +17,9 @@ weights: there the forwards are real and a recorded response (--responses) decid
 
 `replay` (replay.py) needs no model: responses that some model gave stand in for it. It measures drafting alone, tokens
 per step and what they cost, for each mode and budget. `growth` measures what a trie costs as it grows.
+
+`search` and `formula` (steer.py) compare tree search with best-of-n at equal rows, and decode formulas over models
+plainly and with lookahead.
 
 All print a table and write it with pictures to --out; or they print one JSON object (--json).
 """
@@ -43,6 +48,7 @@ from model import GPT, GPTConfig, Linear
 from packing import apply_packed, packed
 from replay import BINS, growth, print_table, read_pairs, replay, write_csv
 from speed import compete, starting
+from steer import add_commands, compete_formulas, compete_search
 from tokenizer import Tokenizer
 from train import problems
 from trie import MODES, TokenTrie
@@ -254,6 +260,23 @@ def run_speed(args: argparse.Namespace) -> int:
     return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
 
 
+# --- search and formulas ----------------------------------------------------------------------------------------------
+
+
+def run_steer(args: argparse.Namespace) -> int:
+    if args.problems < 1 or min(args.n) < 1:
+        raise ValueError("--problems and --n must be 1 or more")
+    model = GPT.load(args.model, check_device(args.device), getattr(torch, args.dtype))
+    told = functools.partial(progress, args)
+    if args.command == "search":
+        rows = compete_search(model, args.problems, args.n, seed=args.seed, late=args.late, progress=told)
+    else:
+        rows = compete_formulas(model, args.problems, seed=args.seed, progress=told)
+    about = describe(args, model)
+    heading = f"{args.command}, {args.model}, {args.problems} problems ({machine(about)}):"
+    return report(args, args.command, heading, rows, about, lambda viz, out: [])
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -307,6 +330,7 @@ def report(
 
 
 COMMANDS = {"replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed}
+COMMANDS |= {"search": run_steer, "formula": run_steer}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -346,6 +370,7 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--random", action="store_true", help="decode random tokens: nothing can be guessed")
             one.add_argument("--budget", nargs="+", type=lambda text: text if text == "auto" else int(text),
                              default=["auto", 4, 8, 12, 16, 24, 32], metavar="B")  # fmt: skip
+    add_commands(commands)
     for name, one in commands.choices.items():
         if name in ("replay", "growth"):
             one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")
