@@ -15,12 +15,12 @@ proportion to (0.8 / 0.5^0.5)^2 = 1.28 and (0.2 / 0.5^0.5)^2 = 0.08: P = (0.94, 
 
 The fine print:
 
-- W must be above zero. With W < 0 the closed form is still a distribution, but the one that is *worst*; with W = 0
-  nothing holds P back and it runs away to a single token. Both are refused.
+- W must be above zero. With W < 0 the closed form gives the *worst* P, and with W = 0 nothing holds P back: it runs
+  away to a single token. Both are refused.
 - `Union` takes for each token the larger of its terms' probabilities, `Intersection` the smaller. In a sum, each counts
   as one distribution of total weight 1: for every token exactly one of the terms has weight 1 and the others 0, so that
   W is the same for all tokens and the closed form stays right. M - 0.9 * Union(M, N) lowers only what N likes *more*
-  than M does: where M is larger, nearly nothing is left of both, tokens alike.
+  than M does; where M is the larger, the union is M, and P stays as M says (but for a common factor).
 - A `Classifier` C (does the text have a property?) pulls towards what C says by as much as it pulls away from knowing
   nothing, the uniform distribution U:  w (KL(P || C) - KL(P || U)).  Its weights, w and -w, add 0 to W.
 - A negative term has a dark side: a token that N finds absurd, log N = -30, gains 15 in M - 0.5 N. `TopP` or `TopK`
@@ -75,15 +75,11 @@ class Term:
     """A part of a formula, and itself a model: everything that a decoder may ask of one is here.
 
     A subclass has `leaves` (its Prompted models), `weight` (its total weight), `classifies` (whether a classifier is
-    in it) and `scores(view)`.
+    in it) and `scores(view) -> Scores`.
     """
 
     leaves: list["Prompted"]
-    weight = 1.0
-    classifies = False
-
-    def scores(self, view: View) -> Scores:
-        raise NotImplementedError
+    weight, classifies = 1.0, False
 
     def __add__(self, other: Any) -> "Term":
         return Sum([(1.0, self), (1.0, as_term(other))])
@@ -103,9 +99,6 @@ class Term:
         return Sum([(float(factor), self)])
 
     __rmul__ = __mul__
-
-    def __neg__(self) -> "Term":
-        return self * -1
 
     # The face of a model.
 
@@ -128,6 +121,14 @@ class Term:
         for leaf in self.leaves:
             dtype = torch.promote_types(dtype, leaf.model.dtype)
         return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(model.nbytes for model in {id(leaf.model): leaf.model for leaf in self.leaves}.values())
+
+    @property
+    def packed(self) -> Tensor | None:
+        return getattr(self.leaves[0].model, "packed", None)
 
     def new_cache(self, capacity: int | None = None) -> FormulaCache:
         """A cache of `capacity` slots (n_ctx if None) for the user's text; the terms' own prompts are read at once.
@@ -262,7 +263,7 @@ class Sum(Term):
         return settle(values, plain.allowed) if self.classifies else plain
 
     def __str__(self) -> str:
-        return " + ".join(f"{weight:g}*{term}" for term, weight in self.terms.items()) or "0"
+        return " + ".join(f"{weight:g}*{term}" for term, weight in self.terms.items()) or "terms that cancel"
 
 
 class Union(Term):
@@ -349,8 +350,7 @@ class Classifier(Term):
     """
 
     leaves: list[Prompted] = []  # noqa: RUF012
-    weight = 0.0
-    classifies = True
+    weight, classifies = 0.0, True
 
     def __init__(self, score: Callable[[list[int], list[int]], Tensor], top: int = 50) -> None:
         if isinstance(top, bool) or not isinstance(top, int) or top < 1:
@@ -378,19 +378,14 @@ class Classifier(Term):
 def as_term(thing: Any) -> Term:
     """A model without a prompt, as a term; terms stay as they are."""
     if isinstance(thing, bool | int | float):
-        raise ValueError(
-            f"a formula adds up models, not numbers: what would {thing} be? (3 * M is a number times a model)"
-        )
+        raise ValueError(f"a formula adds up models, not numbers: {thing} needs a * and a model behind it")
     return thing if isinstance(thing, Term) else Prompted(thing)
 
 
 def checked(term: Term) -> Term:
     """`term`, if it is a distribution. Raises ValueError if its total weight is not above 0."""
     if not term.weight > 1e-9 or not term.leaves:
-        raise ValueError(
-            f"the weights of {term} add up to {term.weight:g}: they must be above 0 for a distribution (a classifier "
-            "counts 0)"
-        )
+        raise ValueError(f"the weights of {term} add up to {term.weight:g}: they must be above 0 (a classifier adds 0)")
     return term
 
 

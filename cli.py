@@ -101,6 +101,13 @@ def make_parser() -> Parser:
     draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
     draft.add_argument("--no-lookahead", action="store_true", help="plain decoding, one token per forward pass")
     draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
+    steer = parser.add_argument_group("formulas and search")
+    steer.add_argument("--formula", metavar="F", help="a formula over the model with prompts of its own before yours: "
+                       "\"M('prompt one') - 0.5*M('prompt two')\" (formula.py)")  # fmt: skip
+    steer.add_argument("--search", choices=("mcts",), help="tree search for a text with a high reward (mcts.py)")
+    steer.add_argument("--reward", metavar="R", help="calculator, or module:function(text, finished) -> 0 to 1 "
+                       "(default: the model's own likelihood)")  # fmt: skip
+    steer.add_argument("--max-nodes", type=int, default=512, metavar="N", help="tokens to read in a search (512)")
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
                          help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
@@ -160,6 +167,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("compare", "interactive", "trace"):
         if args.num_return_sequences != 1 and getattr(args, name):
             raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
+    for name in ("compare", "interactive", "trace", "warmup", "load_trie", "save_trie", "temperature"):
+        if args.search and getattr(args, name):
+            raise ValueError(f"--search reads a tree of its own, once: leave out --{name.replace('_', '-')}")
+    if args.search and args.num_return_sequences != 1:
+        raise ValueError("--search finds one text: leave out --num-return-sequences")
+    if args.reward and not args.search:
+        raise ValueError("--reward is what a search looks for: add --search mcts")
     if args.trace and args.json:
         raise ValueError("--json prints one object and nothing else: leave out --trace")
     if args.warmup == "-" and (args.interactive or "-" in (args.prompt, args.prompt_file)):
@@ -176,6 +190,7 @@ def run(args: argparse.Namespace) -> int:
         note(args, f"packed weights do not exist for {args.dtype} on {args.device}: going on without")
     if args.exact:
         model = Exact(model)
+    model = formula_over(args, model)
     tokenizer = Tokenizer.for_model(model)
     trie = None if args.no_lookahead else make_trie(args, model, tokenizer)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
@@ -208,6 +223,8 @@ def once(
     if "\\n" in prompt and "\n" not in prompt:
         note(args, "the prompt holds a backslash and an n, not a line break; in bash write $'...\\n...'")
     prompt_ids = tokenizer.encode(prompt)
+    if args.search:
+        return searched(args, model, tokenizer, settings, prompt_ids)
     if args.num_return_sequences != 1:
         return many(args, model, tokenizer, trie, settings, prompt_ids)
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that
@@ -228,6 +245,7 @@ def once(
     if first_difference(generation.tokens, plain.tokens) is not None:
         # the same rounded weights, sums in float64
         reference = GPT.load(args.model, dtype=model.dtype, pack=False).double()
+        reference = formula_over(args, reference)
         tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
     proven = tie is not None and tie.within_rounding(model.dtype)
     if args.json:
@@ -246,6 +264,27 @@ def once(
             f"lookahead: the texts differ from new token {tie.position} on, by {tie.gap:.3g}: an error", file=sys.stderr
         )
         return 1
+    return 0
+
+
+def formula_over(args: argparse.Namespace, model: Any) -> Any:
+    """--formula over `model`; the model itself without one."""
+    if args.formula is None:
+        return model
+    from formula import parse
+
+    return parse(args.formula, model)
+
+
+def searched(
+    args: argparse.Namespace, model: Any, tokenizer: Tokenizer, settings: dict[str, Any], prompt_ids: list[int]
+) -> int:
+    """The best text that a tree search finds. Returns the exit code."""
+    from mcts import reward_named, search
+
+    limits = {name: settings[name] for name in ("max_new_tokens", "stop_ids")}
+    found = search(model, prompt_ids, reward_named(args.reward), max_nodes=args.max_nodes, batch=4, **limits)
+    print(json.dumps(found.as_json()) if args.json else f"{found.text}\n\n{found.summary()}")
     return 0
 
 

@@ -34,8 +34,11 @@ Sources: Kocsis and Szepesvari 2006 (UCT); Rosin 2011 and Silver et al. 2017 (PU
 that count as losses). For search over tokens: Chaffin et al. 2022, arXiv 2109.13582.
 """
 
+import importlib
 import math
 import operator
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +102,33 @@ class Found:
     rows: int
     simulations: int
     tree: "Search"
+
+    def as_json(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "tree"}
+
+    def summary(self) -> str:
+        best = "the best text that was finished" if self.finished else "NOT FINISHED: --max-nodes were too few"
+        return f"reward {self.reward:.2f}, {self.rows} rows forwarded, {self.simulations} simulations; {best}"
+
+
+def reward_named(name: str | None) -> Reward | None:
+    """The reward that the command line calls "calculator" or "module:function"; None stays None (likelihood only).
+
+    The module may lie in the current folder. Raises ValueError if there is no such function.
+    """
+    if name is None:
+        return None
+    module, _, function = ("calculator:calculator" if name == "calculator" else name).partition(":")
+    sys.path.append(os.getcwd())
+    try:
+        reward = getattr(importlib.import_module(module), function)
+        float(reward("", False))  # a function of something else shows here
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        wanted = "give calculator, or module:function with function(text, finished) -> 0 to 1"
+        raise ValueError(f"--reward {name!r} cannot be used ({str(error) or 'no function'}): {wanted}") from None
+    finally:
+        sys.path.pop()
+    return reward
 
 
 def search(model: Any, prompt_ids: Sequence[int], reward: Reward | None, **settings: Any) -> Found:

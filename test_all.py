@@ -39,13 +39,16 @@ import weights
 from arithmetic import Classifier, Intersection, Prompted, Sum, Term, TopK, TopP, Union
 from blend import CELLS, Calibration
 from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
+from calculator import calculator
 from counts import WIDE, Counts, Node, Writer
 from exact import Exact
 from forest import forest
 from formula import BagOfTokens, TextScore, parse
 from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
+from mcts import reward_named, search
 from model import GPT, GPTConfig, KVCache, Linear
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
+from steer import compete_search
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
 from train import batches, evaluate, learning_rate, orthogonal, pad, problems
 from tree import DraftTree
@@ -2460,6 +2463,253 @@ def test_a_classifier_between_two_prompts_tells_them_apart():
     right = [float(bag(text, [])[0]) > math.log(0.5) for text in fresh[0]]
     right += [float(bag(text, [])[0]) < math.log(0.5) for text in fresh[1]]
     assert sum(right) >= 12
+
+
+# --- calculator.py ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, going_on, finished",
+    [
+        ("", 1, 0),
+        ("no notes", 1, 0),
+        ("a <<48/2=24>>24 apples.", 1, 1),
+        ("a <<48/2=24>>24. <<24+1=25>>25", 1, 1),
+        ("a <<48/2=24>>24. <<24+1=26>>26", 0, 0.5),
+        ("a <<48/2=24>>25", 0, 0),
+        ("a <<48/2=24>> apples", 0, 0),
+        ("a <<48/2=24>>", 1, 0),
+        ("a <<48/2=24>>2", 1, 0),
+        ("a <<48/2=24>>240", 0, 0),
+        ("a <<48/2=24>", 1, 0),
+        ("a <<48/2=24> 24", 0, 0),
+        ("a <<48/2=2", 1, 0),
+        ("a <<48/2=25", 0, 0),
+        ("a <<48/2=-", 0, 0),
+        ("a <<48/", 1, 0),
+        ("a <<48 apples", 0, 0),
+        ("a <<3-5=-2>>-2", 1, 1),
+        ("a <<10/4=2.5>>2.50", 1, 1),
+        ("a <<10/3=3.33>>3.33", 1, 1),
+        ("a <<10/3=3.34>>3.34", 0, 0),
+        ("a <<10/3=3>>3", 0, 0),
+        ("a <<20/3=7", 1, 0),  # may become 7.0, rounded
+        ("a <<.5*2=1>>1", 1, 1),
+        ("a <<1/4=.25>>.25", 1, 1),
+        ("a <<2*600=1,200>>1200", 1, 1),
+        ("a <<(2+3)*-4=-20>>-20", 1, 1),
+        ("a <<1/0=1>>1", 0, 0),
+        ("a <<2**9=512>>512", 0, 0),
+        ("a <<007+1=8>>8", 0, 0),
+        ("a <<" + "1+" * 60 + "1=61>>61", 0, 0),
+        ("a <<" + "(" * 79, 1, 0),
+        ("a <<" + "(" * 60 + "=", 0, 0),
+    ],
+)
+def test_calculator(text, going_on, finished):
+    assert (calculator(text, False), calculator(text, True)) == (going_on, finished)
+
+
+def test_a_calculator_never_takes_back_and_sees_early_what_it_sees_late():
+    rng = random.Random(6)
+    for _ in range(300):
+        sums = [(rng.randint(1, 99), rng.choice("+-*/"), rng.randint(1, 9)) for _ in range(rng.randint(1, 3))]
+        text = ""
+        for a, sign, b in sums:
+            value = {"+": a + b, "-": a - b, "*": a * b, "/": round(a / b, 2)}[sign]
+            value = f"{value:g}" if rng.random() < 0.9 else f"{value + 1:g}"
+            text += f"so {a} {sign} {b} = <<{a}{sign}{b}={value}>>{value} things. "
+        right = calculator(text, True) == 1
+        early = [calculator(text[:i], False) for i in range(len(text) + 1)]
+        late = [calculator(text[:i], False, early=False) for i in range(len(text) + 1)]
+        assert early == sorted(early, reverse=True) and late == sorted(late, reverse=True)  # once lost, always lost
+        assert early[-1] == late[-1] == right and sum(early) <= sum(late)
+        if not right:
+            assert text[: early.index(0)].count(">>") <= text[: late.index(0)].count(">>")
+            assert sum(early) < sum(late)
+
+
+# --- mcts.py ----------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A model that counts what it forwards: the rows of each pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.passes = model, []
+        self.n_ctx, self.vocab_size, self.new_cache = model.n_ctx, model.vocab_size, model.new_cache
+
+    def __call__(self, tokens, positions=None, mask=None, cache=None, rows=None):
+        self.passes.append(len(tokens))
+        return self.model(tokens, positions, mask, cache, rows)
+
+
+def spaced(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def table_reward(seed: int, lost: float = 0.0):
+    """A random reward for each finished text, 0.5 for others; the share `lost` of the unfinished ones is lost."""
+
+    def reward(text: str, finished: bool) -> float:
+        rng = random.Random(f"{seed} {text}")
+        return rng.uniform(0.05, 0.95) if finished else 0.5 * (rng.random() >= lost)
+
+    return reward
+
+
+def small_tree(reward: Any, depth: int = 3, **settings: Any):
+    model = Counted(toy(2, 2, 8, 5, 16))
+    settings = {"max_nodes": 400, "playout": "none", "least": 0.0, "goal": None, "decode": spaced} | settings
+    return model, search(model, [1, 2], reward, max_new_tokens=depth, **settings)
+
+
+def leaves_of(node: Any) -> list:
+    return [node] if node.finished else [leaf for child in node.children or () for leaf in leaves_of(child)]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("playout", ["none", "greedy", "sample"])
+def test_a_small_tree_read_in_full_against_brute_force(playout, batch):
+    for seed in range(3):
+        reward = table_reward(seed)
+        model, found = small_tree(reward, playout=playout, batch=batch, exploration=30.0)
+        tree, exact, best = found.tree, 0.0, (0.0, [])
+        for text in itertools.product(range(5), repeat=3):
+            logs = toy(2, 2, 8, 5, 16)([1, 2, *text]).log_softmax(-1)
+            p = math.exp(sum(float(logs[1 + i, token]) for i, token in enumerate(text)))
+            exact += p * reward(spaced(text), True)
+            best = max(best, (reward(spaced(text), True), list(text)))
+        assert len(tree.nodes) == 5 + 25 and found.rows == 32 == sum(model.passes)
+        assert all(rows <= batch for rows in model.passes[1:])
+        low, high = tree.expected()
+        assert abs(low - exact) < 1e-6 and abs(high - exact) < 1e-6
+        assert found.tokens == best[1] and found.reward == best[0] and found.finished
+        for node in [tree.root, *tree.nodes]:  # every simulation went on or ended here, and brought what it brought
+            ended = 0 if node is tree.root or playout != "none" else 1
+            assert node.visits == ended + sum(child.visits for child in node.children)
+            assert abs(node.total - 0.5 * ended - sum(child.total for child in node.children)) < 1e-9
+        for leaf in leaves_of(tree.root):
+            assert leaf.reward == reward(spaced([node.token for node in leaf.path()]), True)
+            assert not leaf.visits or abs(leaf.value - leaf.reward) < 1e-9
+
+
+def test_priors_come_through_one_cache_as_from_scratch():
+    model, found = small_tree(table_reward(1), batch=7, width=3, exploration=30.0, max_nodes=10)
+    assert len(found.tree.nodes) == 10 and not any(len(node.children) > 3 for node in found.tree.nodes)
+    for node in [found.tree.root, *found.tree.nodes]:
+        probs = model.model([1, 2, *(each.token for each in node.path())])[-1].softmax(-1)
+        assert [child.token for child in node.children] == probs.topk(3).indices.tolist()
+        assert all(abs(child.prior - float(probs[child.token])) < 1e-6 for child in node.children)
+    low, high = found.tree.expected()
+    everything = small_tree(table_reward(1), exploration=30.0)[1].tree.expected()
+    assert low <= everything[0] + 1e-9 and everything[1] <= high + 1e-9 and low < high
+
+
+def test_visits_concentrate_on_the_best_leaf():
+    for seed in range(6):
+        _, found = small_tree(table_reward(seed), depth=2, exploration=2.0)
+        leaves = leaves_of(found.tree.root)
+        best = max(leaves, key=lambda leaf: leaf.reward)
+        assert len(leaves) >= 15 and best is max(leaves, key=lambda leaf: leaf.visits)
+        assert best.visits > 0.5 * found.simulations and found.simulations == 8 * 400
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_row_is_spent_on_what_is_lost(batch):
+    for seed in range(12):
+        reward = table_reward(seed, lost=0.5)
+        model, found = small_tree(reward, batch=batch, exploration=30.0, playout="greedy")
+        alive = [
+            text
+            for text in itertools.product(range(5), repeat=3)
+            if all(reward(spaced(text[:i]), False) for i in (1, 2))
+        ]
+        for node in found.tree.nodes:
+            assert all(reward(spaced([n.token for n in each.path()]), False) for each in node.path())
+        assert sum(model.passes) == found.rows == 2 + len({text[:i] for text in alive for i in (1, 2)} | {
+            text[:1] for text in itertools.product(range(5), repeat=3) if reward(spaced(text[:1]), False)})  # fmt: skip
+        if alive:
+            assert found.reward == max(reward(spaced(text), True) for text in alive)
+        else:
+            assert not found.finished
+    nothing = small_tree(lambda text, finished: 0.0)[1]
+    assert nothing.rows == 2 and nothing.tokens == [] and nothing.reward == 0 and nothing.tree.root.lost
+
+
+def test_a_search_is_deterministic_stops_at_its_goal_and_counts_stops():
+    runs = [small_tree(table_reward(3), depth=8, playout="sample", max_nodes=60, seed=seed)[1] for seed in (1, 1, 2)]
+    assert [r.tokens for r in runs[:2]] == [runs[0].tokens] * 2 and runs[0].rows == runs[1].rows
+    way = [[node.token for node in run.tree.nodes] for run in runs]
+    assert way[0] == way[1] != way[2]
+    first = small_tree(lambda text, finished: 1.0, depth=6, playout="greedy", goal=1.0)[1]
+    assert first.rows == 2 + 5 and first.simulations == 1  # the last token is judged, not forwarded
+    greedy = generate(toy(2, 2, 8, 5, 16), [1, 2], max_new_tokens=6).tokens
+    assert first.tokens == greedy
+    stopped = small_tree(lambda text, finished: 1.0, depth=6, playout="greedy", goal=1.0, stop_ids=[0, 1, 2, 3])[1]
+    assert stopped.tokens[-1] in (0, 1, 2, 3) and stopped.text == spaced(stopped.tokens[:-1])
+    cut = small_tree(lambda text, finished: 1.0, depth=2, stop_ids=[99])[1]  # nothing ever stops
+    assert cut.reward == 0 and not any(leaf.reward for leaf in leaves_of(cut.tree.root))
+
+
+def test_likelihood_alone_finds_the_most_likely_text():
+    _, found = small_tree(None, exploration=30.0)
+    model = toy(2, 2, 8, 5, 16)
+
+    def logp(text) -> float:
+        logs = model([1, 2, *text]).log_softmax(-1)
+        return sum(float(logs[1 + i, token]) for i, token in enumerate(text))
+
+    assert tuple(found.tokens) == max(itertools.product(range(5), repeat=3), key=logp)
+
+
+def test_a_formula_is_searched_like_any_model():
+    formula, lost = toy_formulas()["classifier"], table_reward(5, lost=0.3)
+    found = search(formula, [4, 2], lost, max_new_tokens=4, max_nodes=40, batch=3, goal=None, decode=spaced)
+    for node in found.tree.nodes[::7]:
+        probs = from_scratch(formula, [4, 2, *(each.token for each in node.path())])
+        assert all(abs(child.prior - float(probs[child.token])) < 1e-6 for child in node.children)
+
+
+def test_search_refuses_nonsense(capsys):
+    for message, settings in {
+        "max_nodes": {"max_nodes": 0},
+        "batch": {"batch": 1.5},
+        "width": {"width": True},
+        "exploration": {"exploration": -1.0},
+        "likelihood": {"likelihood": 2},
+        "one of greedy": {"playout": "random"},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            small_tree(table_reward(1), **settings)
+    for wrong in (2.0, math.nan, -0.1):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            small_tree(lambda text, finished, wrong=wrong: wrong)
+    for prompt in ([], [1] * 16):
+        with pytest.raises(ValueError, match="needs a prompt"):
+            search(toy(n_ctx=16), prompt, None, decode=spaced)
+    for name in ("calculator:nothing", "no_such_module:f", "math:isnan", "math", "math:", ":", "os:sep"):
+        with pytest.raises(ValueError, match="cannot be used") as error:
+            reward_named(name)
+        assert "\n" not in str(error.value)
+    assert reward_named("calculator") is calculator and reward_named(None) is None
+
+
+def test_search_finds_right_notes():
+    model, tokenizer = bundled("tiny"), Tokenizer(4096)
+    for problem in problems(4, seed=5):
+        found = search(model, tokenizer.encode(problem), calculator, stop_ids=(tokenizer.eot,), max_nodes=700)
+        assert found.reward == 1 and found.tokens[-1] == tokenizer.eot
+        assert "<<" in found.text and calculator(found.text, True) == 1
+        assert tokenizer.decode(found.tokens[:-1]) == found.text
+
+
+@pytest.mark.slow
+def test_search_beats_best_of_n_at_equal_rows():
+    rows = compete_search(bundled("tiny"), 20, [8, 32], seed=31, progress=lambda text: None)
+    solved = {(row["contender"], row["n"]): row["solved"] for row in rows}
+    assert solved["search", 8] >= solved["best of n", 8] + 4 and solved["search", 32] >= solved["best of n", 32]
+    assert solved["search", 8] >= 19
 
 
 # --- train.py -------------------------------------------------------------------------------------------------------
