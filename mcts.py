@@ -217,14 +217,15 @@ class Search:
         while not self._over():
             room = self.max_nodes - len(self.nodes)
             self.blocked = False
-            while len(flying) < min(self.batch, room) and not self.blocked and not self._over():
+            for _ in range(min(self.batch, room) - len(flying)):
+                if self.blocked or self._over():
+                    break
                 simulation = self._simulate()
-                if (node := next(simulation, None)) is not None:
+                if (node := next(simulation, None)) is not None:  # None: it was over without a row
                     flying.append((simulation, node))
-            if not flying:
-                break
-            self._forward([node for _, node in flying[:room]])
-            flying = [(simulation, node) for simulation, _ in flying[:room] if (node := next(simulation, None))]
+            if flying:
+                self._forward([node for _, node in flying[:room]])
+                flying = [(simulation, node) for simulation, _ in flying[:room] if (node := next(simulation, None))]
 
     def _over(self) -> bool:
         done = self.best is not None and self.goal is not None and self.best.reward >= self.goal
