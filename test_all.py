@@ -34,6 +34,7 @@ import cli
 import lookahead
 import packing
 import speed
+import steer
 import trie as trie_module
 import weights
 from arithmetic import Classifier, Intersection, Prompted, Sum, Term, TopK, TopP, Union
@@ -2512,7 +2513,7 @@ def test_calculator(text, going_on, finished):
 
 def test_a_calculator_never_takes_back_and_sees_early_what_it_sees_late():
     rng = random.Random(6)
-    for _ in range(300):
+    for _ in range(100):
         sums = [(rng.randint(1, 99), rng.choice("+-*/"), rng.randint(1, 9)) for _ in range(rng.randint(1, 3))]
         text = ""
         for a, sign, b in sums:
@@ -2560,7 +2561,7 @@ def table_reward(seed: int, lost: float = 0.0):
 
 def small_tree(reward: Any, depth: int = 3, **settings: Any):
     model = Counted(toy(2, 2, 8, 5, 16))
-    settings = {"max_nodes": 150, "playout": "none", "least": 0.0, "goal": None, "decode": spaced} | settings
+    settings = {"max_nodes": 400, "playout": "none", "least": 0.0, "goal": None, "decode": spaced} | settings
     return model, search(model, [1, 2], reward, max_new_tokens=depth, **settings)
 
 
@@ -2619,7 +2620,7 @@ def test_visits_concentrate_on_the_best_leaf():
         leaves = leaves_of(found.tree.root)
         best = max(leaves, key=lambda leaf: leaf.reward)
         assert len(leaves) >= 23 and best is max(leaves, key=lambda leaf: leaf.visits)
-        assert best.visits > 0.5 * found.simulations and found.simulations == 8 * 150
+        assert best.visits > 0.5 * found.simulations and found.simulations == 8 * 400
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -2698,7 +2699,7 @@ def test_search_refuses_nonsense(capsys):
 
 def test_search_finds_right_notes():
     model, tokenizer = bundled("tiny"), Tokenizer(4096)
-    for problem in problems(4, seed=5):
+    for problem in problems(2, seed=5):
         found = search(model, tokenizer.encode(problem), calculator, stop_ids=(tokenizer.eot,), max_nodes=700)
         assert found.reward == 1 and found.tokens[-1] == tokenizer.eot
         assert "<<" in found.text and calculator(found.text, True) == 1
@@ -3000,6 +3001,47 @@ def test_colours_only_on_a_terminal():
         assert (b"\033[32m" in output) == (no_color == "")
 
 
+def test_a_formula_on_the_command_line(capsys):
+    arguments = ["--prompt", BAKER, "--max-new-tokens", "24", "--model", "nano", "--json"]
+    assert cli.main([*arguments, "--formula", "M('Be brief.\\n') - 0.5*M", "--compare"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    term, tokenizer = Prompted(bundled("nano"), "Be brief.\n") - 0.5 * Prompted(bundled("nano")), Tokenizer(4096)
+    expected = generate(term, tokenizer.encode(BAKER), max_new_tokens=24, stop_ids=(tokenizer.eot,)).tokens
+    assert report["tokens"] == expected and report["identical"] is True
+    assert cli.main([*arguments[:-1], "--formula", "2*M - M"]) == 0
+    assert "MB of weights" in capsys.readouterr().out
+    for text, message in (("M - M", "add up to 0"), ("M + open('x')", "not understood"), ("", "cannot be read")):
+        assert cli.main([*arguments, "--formula", text]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lookahead: ") and error.count("\n") == 1 and message in error
+
+
+def test_a_search_on_the_command_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("wishes_of_mine.py").write_text("def short(text, finished):\n    return 1 / (1 + len(text))\n")
+    arguments = ["--search", "mcts", "--prompt", BAKER]
+    assert cli.main([*arguments, "--reward", "calculator", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reward"] == 1 and report["finished"] and calculator(report["text"], True) == 1
+    assert report["rows"] <= 512 + len(Tokenizer(4096).encode(BAKER))
+    nano = [*arguments, "--model", "nano", "--max-nodes", "40", "--max-new-tokens", "9"]
+    assert cli.main([*nano, "--reward", "wishes_of_mine:short"]) == 0
+    assert "rows forwarded" in capsys.readouterr().out
+    assert cli.main([*nano, "--formula", "2*M - M"]) == 0
+    for wrong, message in (
+        (["--reward", "os:sep"], "--reward 'os:sep' cannot be used"),
+        (["--max-nodes", "0"], "max_nodes"),
+        (["--compare"], "leave out --compare"),
+        (["--temperature", "1"], "leave out --temperature"),
+        (["--num-return-sequences", "2"], "leave out --num-return-sequences"),
+    ):
+        assert cli.main([*arguments, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lookahead: ") and error.count("\n") == 1 and message in error
+    assert cli.main(["--reward", "calculator"]) == 2
+    assert "--search mcts" in capsys.readouterr().err
+
+
 # --- bench.py -------------------------------------------------------------------------------------------------------
 
 
@@ -3123,6 +3165,26 @@ def test_bench_bad_input_is_one_line_and_code_2(tmp_path, capsys):
         assert bench.main(["replay", *argv]) == 2
         out, err = capsys.readouterr()
         assert out == "" and len(err.splitlines()) == 1 and message in err and err.startswith("bench: ")
+
+
+@pytest.mark.parametrize("command", ["search", "formula"])
+def test_bench_of_search_and_formulas(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(steer, "FORMULAS", {"M": "M", "union": "Union(M, M('Be brief. '))"})
+    arguments = [command, "--model", "nano", "--n", "1", "3"]
+    assert bench.main([*arguments, "--problems", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    if command == "search":
+        assert [(row["contender"], row["n"]) for row in rows] == [
+            (c, n) for c in ("best of n", "search") for n in (1, 3)
+        ]
+        solved = {(row["contender"], row["n"]): row for row in rows}
+        for n in (1, 3):  # never more rows than best-of-n had
+            assert solved["search", n]["rows"] <= solved["best of n", n]["rows"]
+    else:
+        assert [row["identical"] for row in rows] == [2, 2] and all(row["plain_per_s"] > 0 for row in rows)
+    assert bench.main([*arguments, "--problems", "1", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{command}.csv").read_text().count("\n") == 1 + len(rows)
+    assert bench.main([command, "--problems", "0"]) == 2
 
 
 # --- the repository -------------------------------------------------------------------------------------------------
