@@ -2223,13 +2223,27 @@ def test_a_formula_over_a_tree_equals_every_path_from_scratch(name):
             assert torch.allclose(log.exp(), expected, atol=1e-9) and not log.isnan().any()
         node = rng.randrange(-1, len(tree))  # and on the path that was accepted, behind a fork that goes its own way
         other = cache.fork()
-        cache.keep(base, [base, *(base + 1 + i for i in tree.path(node))])
         other.truncate(base)
         other.to("cpu")
+        cache.keep(base, [base, *(base + 1 + i for i in tree.path(node))])
         text = prefix + [tree.tokens[i] for i in tree.path(node)]
         assert cache.length == len(text) and other.length == base
         for known, kept in ((text, cache), (prefix[:-1], other)):
             assert torch.allclose(formula([5], cache=kept)[0].exp(), from_scratch(formula, [*known, 5]), atol=1e-9)
+
+
+def test_a_classifier_reads_a_text_in_the_order_of_positions():
+    """Slots are only places: a list, and a cache after `keep`, may hold the tokens in any order."""
+    formula, rng = toy_formulas()["classifier"], random.Random(2)
+    for _ in range(5):
+        text, order = [rng.randrange(29) for _ in range(6)], rng.sample(range(6), 6)
+        cache = formula.new_cache(8)
+        mask = torch.tensor([[other <= position for other in order] for position in order])
+        logs = formula([text[position] for position in order], order, mask, cache)
+        for log, position in zip(logs, order):
+            assert torch.allclose(log.exp(), from_scratch(formula, text[: position + 1]), atol=1e-9)
+        cache.keep(0, rng.sample(range(6), 6))
+        assert torch.allclose(formula([5], cache=cache)[0].exp(), from_scratch(formula, [*text, 5]), atol=1e-9)
 
 
 def test_one_term_is_its_model_and_equal_terms_cancel():
@@ -2641,6 +2655,12 @@ def test_no_row_is_spent_on_what_is_lost(batch):
             assert found.reward == max(reward(spaced(text), True) for text in alive)
         else:
             assert not found.finished
+    hopeless = small_tree(lambda text, finished: 0.5 * (not finished), exploration=30.0)[1].tree
+    assert hopeless.root.lost and all(leaf.visits == 1 for leaf in leaves_of(hopeless.root))  # known after one visit
+    top = small_tree(None, max_nodes=1)[1].tree.root.children[0]  # what remains may weigh too little to go on
+    for least, rows in ((1.0 - top.prior - 1e-3, 3), (1.0 - top.prior + 1e-3, 2)):
+        strict = small_tree(lambda text, _: float(text != str(top.token)), max_nodes=1, least=least)[1]
+        assert strict.rows == rows and strict.tree.root.lost == (rows == 2)
     nothing = small_tree(lambda text, finished: 0.0)[1]
     assert nothing.rows == 2 and nothing.tokens == [] and nothing.reward == 0 and nothing.tree.root.lost
 
