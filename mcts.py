@@ -92,8 +92,8 @@ class Node:
 
 @dataclass
 class Found:
-    """tokens: the new ones, a stop token included; text: without it; reward: of this text; finished: whether it is at
-    its end, or only the search was; rows: forwarded, the prompt's included; tree: the Search, to look around in."""
+    """tokens: the new ones, a stop token included; text: without it; reward: of this text, 0 if it is not `finished` but
+    only the search was; rows: forwarded, the prompt's included; tree: the Search, to look around in."""
 
     tokens: list[int]
     text: str
@@ -336,7 +336,8 @@ class Search:
                 node = max(known, key=lambda child: child.visits)
         tokens = [each.token for each in node.path()]
         text = self.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_ids else tokens)
-        return Found(tokens, text, node.reward or 0.0, node.finished, self.rows, self.simulations, self)
+        reward = node.reward if node.finished else 0.0
+        return Found(tokens, text, reward, node.finished, self.rows, self.simulations, self)
 
     def expected(self) -> tuple[float, float]:
         """Bounds on the reward that a text sampled from the model would have on average, from all that is known.

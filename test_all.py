@@ -2623,6 +2623,8 @@ def test_priors_come_through_one_cache_as_from_scratch():
         probs = model.model([1, 2, *(each.token for each in node.path())])[-1].softmax(-1)
         assert [child.token for child in node.children] == probs.topk(3).indices.tolist()
         assert all(abs(child.prior - float(probs[child.token])) < 1e-6 for child in node.children)
+    half_way = small_tree(lambda text, finished: 1.0, depth=9, playout="greedy", max_nodes=4)[1]
+    assert not half_way.finished and half_way.reward == 0 and len(half_way.tokens) > 0
     low, high = found.tree.expected()
     everything = small_tree(table_reward(1), exploration=30.0)[1].tree.expected()
     assert low <= everything[0] + 1e-9 and everything[1] <= high + 1e-9 and low < high
