@@ -283,7 +283,7 @@ def searched(
     from mcts import reward_named, search
 
     limits = {name: settings[name] for name in ("max_new_tokens", "stop_ids")}
-    found = search(model, prompt_ids, reward_named(args.reward), max_nodes=args.max_nodes, batch=4, **limits)
+    found = search(model, prompt_ids, reward_named(args.reward), max_nodes=args.max_nodes, **limits)
     print(json.dumps(found.as_json()) if args.json else f"{found.text}\n\n{found.summary()}")
     return 0
 

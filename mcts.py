@@ -92,8 +92,8 @@ class Node:
 
 @dataclass
 class Found:
-    """tokens: the new ones, a stop token included; text: without it; reward: of this text, 0 if it is not `finished` but
-    only the search was; rows: forwarded, the prompt's included; tree: the Search, to look around in."""
+    """tokens: the new ones, a stop token included; text: without it; reward: of this text, and 0 if the search was over
+    before it was `finished`; rows: forwarded, the prompt's included; tree: the Search, to look around in."""
 
     tokens: list[int]
     text: str
