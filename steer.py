@@ -36,7 +36,7 @@ FORMULAS = {
     "difference": f"M({MONEY!r}) - 0.5*M({PAGES!r})",
     "union": f"Union(M, M({MONEY!r}))",
     "gated": f"TopP(M, 0.9) - 0.3*M({PAGES!r})",
-    "classifier": f"M + 2*C({MONEY!r}, {PAGES!r})",
+    "classifier": "M + 2*C({!r}, {!r})".format(*(text.partition("Answer:")[0] + "Answer:" for text in (MONEY, PAGES))),
 }
 
 

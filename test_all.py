@@ -2468,6 +2468,21 @@ def test_bag_of_tokens_learns_and_steers():
     assert judged(apple, [10, 11]).tolist() == [-1.0, -1.0, -1.0]
 
 
+def test_a_classifier_of_the_shipped_answers_brings_money_into_a_question_about_pages():
+    records = [json.loads(line) for line in (ROOT / "assets" / "responses.jsonl").read_text().splitlines()]
+    tokenizer, sides = Tokenizer(4096), ([], [])
+    for record in records:
+        sides["$" not in record["prompt"]].append(tokenizer.encode(record["response"]))
+    money, model = Classifier(BagOfTokens.fit(*sides, 4096)), Prompted(bundled("tiny"))
+    prompt = tokenizer.encode("Question: Mona reads 24 pages a day. How many pages does Mona read in 3 weeks?\nAnswer:")
+    drawn = [Sampler(seed=3).sample(i) for i in range(8)]
+    dollars = [
+        sum(tokenizer.decode(text).count("$") for text in forest(formula, prompt, drawn, 32))
+        for formula in (model, model + 3 * money, model - 3 * money)
+    ]
+    assert dollars[1] >= 4 and dollars[0] <= 1 and dollars[2] <= 1
+
+
 def test_a_classifier_between_two_prompts_tells_them_apart():
     model, tokenizer = bundled("nano"), Tokenizer(4096)
     prompts = [tokenizer.encode(text) for text in (
