@@ -2477,10 +2477,10 @@ def test_a_classifier_of_the_shipped_answers_brings_money_into_a_question_about_
     prompt = tokenizer.encode("Question: Mona reads 24 pages a day. How many pages does Mona read in 3 weeks?\nAnswer:")
     drawn = [Sampler(seed=3).sample(i) for i in range(8)]
     dollars = [
-        sum(tokenizer.decode(text).count("$") for text in forest(formula, prompt, drawn, 32))
-        for formula in (model, model + 3 * money, model - 3 * money)
+        sum(tokenizer.decode(text).count("$") for text in forest(formula, prompt, drawn, 40))
+        for formula in (model, model + 6 * money, model - 6 * money)
     ]
-    assert dollars[1] >= 4 and dollars[0] <= 1 and dollars[2] <= 1
+    assert dollars[1] >= 6 and dollars[0] <= 1 and dollars[2] <= 1
 
 
 def test_a_classifier_between_two_prompts_tells_them_apart():
