@@ -8,6 +8,8 @@
     python bench.py acceptance [--model tiny] [--draft-model nano] [--temperature 1]
     python bench.py parting [--model tiny] [--dtype bfloat16] [--temperature 0]
     python bench.py growth [--tokens 10000 100000 ...] [--mode ...] [--max-nodes N]
+    python bench.py search [--model tiny] [--problems 60] [--n 8 32] [--late]
+    python bench.py formula [--model tiny] [--problems 20]
 
 `cost` measures T(n), the time of a forward of n rows, against the same model with torch's F.linear and against two
 bounds that are measured in the same run: the bytes of the weights over the fastest way found to read them, and the
@@ -24,6 +26,8 @@ per step and what they cost, for each mode and budget. `growth` measures what a 
 
 `drafters` compares the sources of drafts, `parting` counts how often rounding shows in the text (compare.py).
 `acceptance` measures how often a draft model's token stands, by the classical rule and by shared noise (classical.py).
+`search` and `formula` (steer.py) compare tree search with best-of-n at equal rows, and decode formulas over models
+plainly and with lookahead.
 
 All print a table and write it with pictures to --out; or they print one JSON object (--json).
 """
@@ -54,6 +58,7 @@ from model import GPT
 from replay import BINS, growth, print_table, read_pairs, replay, write_csv
 from sampling import Sampler
 from speed import compete, starting
+from steer import add_commands, compete_formulas, compete_search
 from tokenizer import Tokenizer
 from train import problems
 from trie import MODES, TokenTrie
@@ -278,6 +283,23 @@ def run_beam(args: argparse.Namespace) -> int:
     return report(args, "beam", heading, rows, about, lambda viz, out: viz.draw_beam(rows, out, heading))
 
 
+# --- search and formulas ----------------------------------------------------------------------------------------------
+
+
+def run_steer(args: argparse.Namespace) -> int:
+    if args.problems < 1 or min(args.n) < 1:
+        raise ValueError("--problems and --n must be 1 or more")
+    model = GPT.load(args.model, check_device(args.device), getattr(torch, args.dtype))
+    told = functools.partial(progress, args)
+    if args.command == "search":
+        rows = compete_search(model, args.problems, args.n, seed=args.seed, late=args.late, progress=told)
+    else:
+        rows = compete_formulas(model, args.problems, seed=args.seed, progress=told)
+    about = describe(args, model)
+    heading = f"{args.command}, {args.model}, {args.problems} problems ({machine(about)}):"
+    return report(args, args.command, heading, rows, about, lambda viz, out: [])
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +355,7 @@ def report(
 COMMANDS = {
     "replay": run_replay, "growth": run_growth, "cost": run_cost, "speed": run_speed, "drafters": run_drafters,
     "parting": run_parting, "acceptance": run_acceptance, "beam": run_beam,
+    "search": run_steer, "formula": run_steer,
 }  # fmt: skip
 
 
@@ -395,6 +418,7 @@ def main(argv: list[str] | None = None) -> int:
             one.add_argument("--budget", type=nodes, default=32 if name == "drafters" else 15, metavar="B")
         if name in ("drafters", "acceptance"):
             one.add_argument("--draft-model", default="nano", metavar="NAME", help="the smaller model (default: nano)")
+    add_commands(commands)
     for name, one in commands.choices.items():
         if name in ("replay", "growth"):
             one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")

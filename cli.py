@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,6 +19,7 @@ from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
 from lookahead import Drafter, decode, first_difference, generate_many, near_tie
 from model import GPT
+from options import DTYPES, PACK, make_parser
 from sampling import Greedy, Picker, Sampler
 from screen import as_json, finite, note, print_comparison, print_summary, speed, stream
 from tokenizer import Tokenizer
@@ -29,103 +30,6 @@ PROMPT = (
     "Answer:"
 )
 PROMPT_OTHER = "The bakery on the corner opens before sunrise, and the first customers"
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-
-PACK = {"auto": None, "on": True, "off": False}
-DRAFTERS = ("trie", "prompt-lookup", "jacobi", "model", "combined", "none")
-
-DESCRIPTION = """\
-Write a continuation of a prompt with GPT-2 and lookahead decoding: a trie of earlier text
-guesses several tokens ahead, one forward pass verifies them all, and the text is, token for
-token, what plain decoding writes."""
-EPILOG = """\
-The bundled models, tiny and nano, know grade-school word problems and nothing else:
-
-  python lookahead.py --prompt $'Question: How many eggs are in 5 boxes of 12?\\nAnswer:'
-
-For other text use real weights: --model gpt2 (fetched once), or a folder or file of your own.
-Exit codes: 0 done; 1 --compare found a difference that rounding does not explain; 2 bad input."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line instead of argparse's page of usage."""
-        print(f"lookahead: {message} (--help lists the options)", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def budget(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="lookahead.py",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    text = parser.add_argument_group("text")
-    text.add_argument("--prompt", metavar="TEXT", help="what to continue; '-': standard input (default: an example)")
-    text.add_argument("--prompt-file", metavar="FILE", help="the prompt's file, or '-'; its last newline is dropped")
-    text.add_argument("--interactive", action="store_true", help="read prompts line by line; the trie lives on")
-    text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
-    text.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default); 1: the model's own"
-    )
-    text.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all")
-    text.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest that weigh P; 1: all"
-    )
-    text.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="sample from tokens P times as likely as the best; 0: all"
-    )
-    text.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 what was said becomes less likely"
-    )
-    text.add_argument(
-        "--num-return-sequences",
-        type=int,
-        default=1,
-        metavar="N",
-        help="independent samples of one prompt, or hypotheses (default: 1)",
-    )
-    text.add_argument("--seed", type=int, default=0, help="another seed, another sample (default: 0)")
-    draft = parser.add_argument_group("lookahead")
-    draft.add_argument(
-        "--budget", type=budget, default="auto", metavar="N", help="tokens drafted per step (default: auto)"
-    )
-    draft.add_argument(
-        "--drafter", choices=DRAFTERS, default="trie",
-        help="where guesses come from: a trie of earlier text (default), the text itself (prompt-lookup), what the "
-        "model said too early (jacobi), a smaller model, trie + text + smaller model if any (combined), nowhere (none)",
-    )  # fmt: skip
-    draft.add_argument(
-        "--draft-model", metavar="NAME", help="the smaller model, same vocabulary (default for tiny: nano)"
-    )
-    draft.add_argument("--mode", choices=MODES, help=f"how the trie drafts (default: {MODES[0]})")
-    draft.add_argument("--warmup", metavar="FILE", help="responses to put into the trie first: text with blank "
-                       'lines between them, or JSONL of {"response": ...}')  # fmt: skip
-    draft.add_argument("--load-trie", metavar="FILE", help="start with a trie that --save-trie wrote")
-    draft.add_argument("--save-trie", metavar="FILE", help="write the trie, with all it has learned, at the end")
-    draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
-    draft.add_argument("--no-lookahead", action="store_true", help="plain decoding; the same as --drafter none")
-    draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
-    beamcli.add_options(parser)
-    machine = parser.add_argument_group("model and machine")
-    machine.add_argument("--model", default="tiny", metavar="NAME",
-                         help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
-                         ".safetensors file (default: tiny)")  # fmt: skip
-    machine.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, mps")
-    machine.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    machine.add_argument(
-        "--pack", choices=PACK, default="auto", help="a second copy of the weights, faster to read (default: auto)"
-    )
-    machine.add_argument("--exact", action="store_true", help="same bits with and without lookahead; slower (exact.py)")
-    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's choice)")
-    machine.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -185,6 +89,15 @@ def run(args: argparse.Namespace) -> int:
     for name in ("compare", "interactive", "trace") if args.num_beams == 1 else ():
         if args.num_return_sequences != 1 and getattr(args, name):
             raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
+    for name in ("compare", "interactive", "trace", "warmup", "load_trie", "save_trie", "temperature"):
+        if args.search and getattr(args, name):
+            raise ValueError(f"--search reads a tree of its own, once: leave out --{name.replace('_', '-')}")
+    if args.search and args.num_beams != 1:
+        raise ValueError("--search and --num-beams are two ways to look for a text: give one")
+    if args.search and args.num_return_sequences != 1:
+        raise ValueError("--search finds one text: leave out --num-return-sequences")
+    if args.reward and not args.search:
+        raise ValueError("--reward is what a search looks for: add --search mcts")
     if args.trace and args.json:
         raise ValueError("--json prints one object and nothing else: leave out --trace")
     if args.warmup == "-" and (args.interactive or "-" in (args.prompt, args.prompt_file)):
@@ -201,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         note(args, f"packed weights do not exist for {args.dtype} on {args.device}: going on without")
     if args.exact:
         model = Exact(model)
+    model = formula_over(args, model)
     tokenizer = Tokenizer.for_model(model)
     trie = make_trie(args, model, tokenizer) if args.drafter in ("trie", "combined") and not args.no_lookahead else None
     drafter = None if args.no_lookahead else make_drafter(args, model, trie)
@@ -236,6 +150,8 @@ def once(
     prompt_ids = tokenizer.encode(prompt)
     if args.num_beams != 1:
         return beamcli.run(args, model, tokenizer, drafter, prompt_ids)
+    if args.search:
+        return searched(args, model, tokenizer, settings, prompt_ids)
     if args.num_return_sequences != 1:
         return many(args, model, tokenizer, drafter, settings, prompt_ids)
     if args.compare:  # the first forwards of a process are slow; neither side should pay for that
@@ -256,6 +172,7 @@ def once(
     if first_difference(generation.tokens, plain.tokens) is not None:
         # the same rounded weights, sums in float64
         reference = GPT.load(args.model, dtype=model.dtype, pack=False).double()
+        reference = formula_over(args, reference)
         tie = near_tie(reference, prompt_ids, generation.tokens, plain.tokens, picker)
     proven = tie is not None and tie.within_rounding(model.dtype)
     if args.json:
@@ -274,6 +191,27 @@ def once(
             f"lookahead: the texts differ from new token {tie.position} on, by {tie.gap:.3g}: an error", file=sys.stderr
         )
         return 1
+    return 0
+
+
+def formula_over(args: argparse.Namespace, model: Any) -> Any:
+    """--formula over `model`; the model itself without one."""
+    if args.formula is None:
+        return model
+    from formula import parse
+
+    return parse(args.formula, model)
+
+
+def searched(
+    args: argparse.Namespace, model: Any, tokenizer: Tokenizer, settings: dict[str, Any], prompt_ids: list[int]
+) -> int:
+    """The best text that a tree search finds. Returns the exit code."""
+    from mcts import reward_named, search
+
+    limits = {name: settings[name] for name in ("max_new_tokens", "stop_ids")}
+    found = search(model, prompt_ids, reward_named(args.reward), max_nodes=args.max_nodes, **limits)
+    print(json.dumps(found.as_json()) if args.json else f"{found.text}\n\n{found.summary()}")
     return 0
 
 

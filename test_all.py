@@ -35,19 +35,27 @@ import bench
 import cli
 import cost
 import lookahead
+import options
 import packing
 import speed
+import steer
 import trie as trie_module
 import weights
+from arithmetic import Classifier, Intersection, Prompted, Sum, Term, TopK, TopP, Union
 from blend import CELLS, Calibration
 from budget import MOST, SIZES, Auto, CostCurve, calibrate, curve_of
+from calculator import calculator
 from classical import accept, acceptance, rates, speculative_sample
 from counts import WIDE, Counts, Node, Writer
 from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
+from forest import forest
+from formula import BagOfTokens, TextScore, parse
 from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
+from mcts import reward_named, search
 from model import GPT, GPTConfig, KVCache, Linear
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
+from steer import compete_search
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
 from train import batches, evaluate, learning_rate, orthogonal, pad, problems
 from tree import DraftTree
@@ -2990,6 +2998,647 @@ def test_guess_reads_a_trie_without_changing_it():
     assert set(session.guess((1, 2))) == {3, 4} and session.guess((9,)) == {} and trie.outputs.clock == clock
 
 
+# --- arithmetic.py ----------------------------------------------------------------------------------------------------
+
+
+def first_letters(ids: list[int], candidates: list[int]) -> torch.Tensor:
+    """A classifier's score that depends on the order of the whole text."""
+    texts = [ids, *([*ids, token] for token in candidates)]
+    return torch.tensor([-(0.3 * sum((i + 1) * t for i, t in enumerate(text)) % 2.0) for text in texts]).double()
+
+
+def toy_terms() -> list[Prompted]:
+    """Two models of different shape, with prompts of different length, one of them twice."""
+    one, two = toy(), toy(1, 2, 8, 29, 48, scale=0.6)
+    return [Prompted(one), Prompted(one, [3, 1, 4]), Prompted(two, [2]), Prompted(two, [7, 7, 7, 7, 7])]
+
+
+def toy_formulas() -> dict[str, Term]:
+    a, b, c, d = toy_terms()
+    return {
+        "one term": b,
+        "sum": a - 0.5 * b + 0.7 * (c - 0.2 * d),
+        "union": a - 0.4 * Union(b, c) + 0.5 * d,
+        "intersection": Intersection(a + b, c, 0.5 * d),
+        "gates": TopP(a, 0.8) - 0.5 * TopK(b, 5) + 0.3 * c,
+        "classifier": TopK(a, 9) + 0.5 * b + 2.0 * Classifier(first_letters, 6),
+        "against a classifier": Union(a + Classifier(first_letters, 29), c) - 0.3 * d - Classifier(first_letters, 3),
+    }
+
+
+def from_scratch(term: Term, ids: list[int]) -> torch.Tensor:
+    """(vocab_size,) probabilities after `ids`, by the definitions, token by token: no cache, no log, nothing shared."""
+    if isinstance(term, Prompted):
+        return term.model([*term.prompt, *ids])[-1].softmax(-1)
+    if isinstance(term, TopP):
+        probs, kept, weight = from_scratch(term.term, ids), [], 0.0
+        for token in sorted(range(29), key=lambda token: -probs[token]):
+            if weight < term.k:
+                kept.append(token)
+                weight += float(probs[token])
+        shut = torch.ones(29, dtype=torch.bool).index_fill(0, torch.tensor(kept), False)
+        return probs.masked_fill(shut, 0.0) / probs[kept].sum()
+    if isinstance(term, TopK):
+        probs = from_scratch(term.term, ids)
+        probs = torch.where(probs >= sorted(probs.tolist())[-term.k], probs, 0.0)
+        return probs / probs.sum()
+    if isinstance(term, Union):
+        chosen = min if isinstance(term, Intersection) else max
+        rows = [from_scratch(each, ids).tolist() for each in term.terms]
+        probs = torch.tensor([chosen(column) for column in zip(*rows)], dtype=torch.float64)
+        return probs / probs.sum()
+    assert isinstance(term, Sum)
+    product = torch.ones(29, dtype=torch.float64)
+    for each, weight in term.terms.items():
+        if not isinstance(each, Classifier):
+            probs = from_scratch(each, ids)
+            if weight < 0:  # what the gate shuts out counts like the least that it lets in
+                probs = torch.where(probs > 0, probs, probs[probs > 0].min())
+            product *= probs ** (weight / term.weight)
+    for each, weight in term.terms.items():
+        if isinstance(each, Classifier):
+            plain = product / product.sum()
+            for token in range(29):
+                looked = plain[token] > 0 and token in plain.topk(each.top).indices.tolist()
+                factor = each.score(ids, [token])[1 if looked else 0]
+                product[token] *= math.exp(weight / term.weight * float(factor))
+    return product / product.sum()
+
+
+@pytest.mark.parametrize("name", toy_formulas())
+def test_a_formula_over_a_tree_equals_every_path_from_scratch(name):
+    formula, rng = toy_formulas()[name], random.Random(4)
+    assert formula.n_ctx == min(leaf.model.n_ctx - len(leaf.prompt) for leaf in formula.leaves)
+    for _ in range(4):
+        prefix = [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+        tree = random_tree(rng, rng.randint(0, 12), 29)
+        cache = formula.new_cache(40)
+        if len(prefix) > 1:
+            formula(prefix[:-1], cache=cache)
+        base = cache.length
+        assert base == len(prefix) - 1
+        mask = torch.ones(1 + len(tree), base + 1 + len(tree), dtype=torch.bool)
+        mask[:, base:] = tree.mask()
+        rows = rng.sample(range(-1, len(tree)), rng.randint(1, len(tree) + 1))
+        positions = [base, *(base + depth for depth in tree.depths)]
+        logs = formula([prefix[-1], *tree.tokens], positions, mask, cache, [row + 1 for row in rows])
+        for log, node in zip(logs, rows):
+            expected = from_scratch(formula, prefix + [tree.tokens[i] for i in tree.path(node)])
+            assert torch.allclose(log.exp(), expected, atol=1e-9) and not log.isnan().any()
+        node = rng.randrange(-1, len(tree))  # and on the path that was accepted, behind a fork that goes its own way
+        other = cache.fork()
+        other.truncate(base)
+        other.to("cpu")
+        cache.keep(base, [base, *(base + 1 + i for i in tree.path(node))])
+        text = prefix + [tree.tokens[i] for i in tree.path(node)]
+        assert cache.length == len(text) and other.length == base
+        for known, kept in ((text, cache), (prefix[:-1], other)):
+            assert torch.allclose(formula([5], cache=kept)[0].exp(), from_scratch(formula, [*known, 5]), atol=1e-9)
+
+
+def test_a_classifier_reads_a_text_in_the_order_of_positions():
+    """Slots are only places: a list, and a cache after `keep`, may hold the tokens in any order."""
+    formula, rng = toy_formulas()["classifier"], random.Random(2)
+    for _ in range(5):
+        text, order = [rng.randrange(29) for _ in range(6)], rng.sample(range(6), 6)
+        cache = formula.new_cache(8)
+        mask = torch.tensor([[other <= position for other in order] for position in order])
+        logs = formula([text[position] for position in order], order, mask, cache)
+        for log, position in zip(logs, order):
+            assert torch.allclose(log.exp(), from_scratch(formula, text[: position + 1]), atol=1e-9)
+        cache.keep(0, rng.sample(range(6), 6))
+        assert torch.allclose(formula([5], cache=cache)[0].exp(), from_scratch(formula, [*text, 5]), atol=1e-9)
+
+
+def test_one_term_is_its_model_and_equal_terms_cancel():
+    model, ids = toy(), [3, 1, 4, 1, 5]
+    bare, said = Prompted(model), Prompted(model, [9, 8])
+    assert torch.allclose(bare(ids), model(ids).log_softmax(-1), atol=1e-12)
+    assert torch.allclose(said(ids), model([9, 8, *ids])[2:].log_softmax(-1), atol=1e-12)
+    assert torch.allclose((2 * bare - Prompted(model))(ids), bare(ids), atol=1e-12)  # two objects, one model and prompt
+    assert torch.allclose((0.25 * bare)(ids), bare(ids), atol=1e-12)
+    assert list((2 * bare - model + 0 * said).terms.values()) == [1.0]  # no rows are spent on said
+    assert torch.allclose(Union(bare, bare)(ids), bare(ids)) and torch.allclose(
+        Intersection(bare, bare)(ids), bare(ids)
+    )
+    assert torch.allclose((bare - 0.9 * Intersection(said, bare))(ids).exp().sum(-1), torch.ones(5).double())
+    twice = (bare + said + Union(bare, said)).new_cache(7)
+    assert len(twice.parts) == 2 and twice.capacity == 7 and twice.nbytes == 2 * model.new_cache(8).nbytes
+
+
+def test_prompts_may_be_texts_and_halves_stay_finite():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    ids = tokenizer.encode(BAKER)
+    assert torch.equal(Prompted(model, "Be brief. ")(ids), Prompted(model, tokenizer.encode("Be brief. "))(ids))
+    half, full = toy(dtype=torch.bfloat16), toy(dtype=torch.float32)
+    logs = (Prompted(half, [1, 2]) - 0.5 * TopK(half, 3))([3, 4])
+    assert logs.dtype == torch.bfloat16 and logs.isfinite().all()
+    assert (Prompted(half) + full).dtype == torch.float32
+
+
+def test_the_formula_is_the_nearest_distribution():
+    """No other distribution has a smaller weighted sum of divergences (the paper's definition of a formula)."""
+    a, b, c, _ = toy_terms()
+    qs = [term([4, 2])[-1] for term in (a, b, c)]
+    weights = [1.0, -0.4, 0.8]
+    best = (weights[0] * a + weights[1] * b + weights[2] * c)([4, 2])[-1]
+
+    def cost(log_p: torch.Tensor) -> float:
+        return float(sum(w * (log_p.exp() * (log_p - q)).sum() for w, q in zip(weights, qs)))
+
+    for seed in range(50):
+        for size in (0.01, 1.0):
+            step = size * torch.randn(29, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            assert cost((best + step).log_softmax(-1)) > cost(best)
+
+
+def test_gates_forbid_only_where_they_should():
+    a, b, _, _ = toy_terms()
+    ids = [4, 2, 8]
+    top = a(ids).topk(3).indices
+    for formula in (TopK(a, 3), TopK(a, 3) + 2 * b, TopK(a, 3) - 0.5 * TopK(b, 2), 2 * TopK(a, 3) - TopK(a, 3)):
+        logs = formula(ids)
+        assert not logs.isnan().any() and (logs < torch.inf).all()
+        assert torch.equal(logs.isfinite(), torch.zeros(3, 29).scatter(1, top, 1.0).bool())
+    assert (b - 0.5 * TopK(a, 3))(ids).isfinite().all()  # a negative term forbids nothing
+    worst = a(ids).argmin(-1)
+    gained = (b - 0.5 * TopK(a, 3))(ids) - 2 * b(ids)  # and rewards nobody for being shut out of it
+    assert (gained[range(3), worst] - gained[range(3), top[:, 2]]).abs().max() < 1e-9
+    shut = 1e3 * torch.eye(29).double()  # two models that are sure of different tokens: nothing passes both gates
+
+    class Sure(GPT):
+        token = 0
+
+        def forward(self, tokens, positions=None, mask=None, cache=None, rows=None):
+            return shut[self.token].expand_as(super().forward(tokens, positions, mask, cache, rows))
+
+    one, two = Sure(toy().config).double(), Sure(toy().config).double()
+    two.token = 5
+    logs = (TopK(one, 1) + TopK(two, 1))(ids)
+    assert logs.isfinite().all() and torch.allclose(logs.exp().sum(-1), torch.ones(3).double())
+    assert torch.equal((TopK(one, 1) - 0.5 * TopK(one, 1))(ids).isfinite().sum(-1), torch.ones(3).long())
+    assert (Prompted(TopK(a, 3)) + b)(ids).isfinite().sum(-1).tolist() == [3] * 3  # a formula is a model, gates and all
+
+
+@pytest.mark.parametrize("name", toy_formulas())
+def test_decoding_a_formula_is_what_recomputing_says_whatever_is_drafted(name):
+    formula, text = toy_formulas()[name], [5, 6, 7]
+    picker = Greedy() if name in ("sum", "classifier") else Sampler(0.9, top_p=0.95, seed=6)
+    for _ in range(16):
+        text.append(picker.pick(from_scratch(formula, text).log(), len(text), text))
+    plain = generate(formula, text[:3], picker=picker, max_new_tokens=16)
+    assert plain.tokens == text[3:]
+    trie = TokenTrie(29, max_depth=5)
+    trie.insert(text[3:])
+    for drafter in (RandomDrafter(1, 29), OracleDrafter(2, 29, plain.tokens, 3), trie):
+        fast = generate(formula, text[:3], picker=picker, max_new_tokens=16, drafter=drafter, budget=9)
+        assert fast.tokens == plain.tokens
+    drawn = [Sampler(seed=8).sample(i) for i in range(3)]
+    side_by_side = forest(formula, text[:3], drawn, 9, stop_ids=[4])
+    assert side_by_side == [generate(formula, text[:3], picker=p, max_new_tokens=9, stop_ids=[4]).tokens for p in drawn]
+    if name == "sum":
+        full = generate(formula, text[:3], max_new_tokens=99)
+        assert full.finish_reason == "context" and len(full.tokens) + 3 == formula.n_ctx == 43
+
+
+def test_formulas_refuse_what_means_nothing():
+    a, b, c, _ = toy_terms()
+    other = toy(vocab_size=31)
+    for message, wrong in {
+        "add up to 0:": lambda: (a - b).new_cache(),
+        "add up to -0.5": lambda: (0.5 * a - b)([1]),
+        r"add up to 0: .*classifier": lambda: generate(Sum([(1.0, Classifier(first_letters))]), [1]),
+        "vocab_size 29 and 31": lambda: a + other,
+        "29 and 31": lambda: Union(a, other),
+        "not numbers": lambda: a + 3,
+        "by a number": lambda: a * b,
+        "made of models, not of str": lambda: a + "b",
+        "not by nan": lambda: math.nan * a,
+        "two terms or more": lambda: Union(a),
+        "must be above 0": lambda: TopK(a - 2 * b, 3),
+        "1 or more, not 0": lambda: TopK(a, 0),
+        "at most 1, not 1.5": lambda: TopP(a, 1.5),
+        "whole number of candidates": lambda: Classifier(first_letters, 0),
+        "context is 64": lambda: Prompted(toy(), [1] * 64),
+        "not one of this formula": lambda: (a + b)([1], cache=a.new_cache()),
+        "no room": lambda: a([1, 2, 3], cache=a.new_cache(2)),
+        "formula's context": lambda: c([1], [c.n_ctx]),
+        "mask has shape": lambda: a([1, 2], None, torch.ones(2, 3, dtype=torch.bool)),
+        "one flat list": lambda: a(torch.ones(1, 2, dtype=torch.long)),
+        "1 \\+ n log-probabilities": lambda: (a + Classifier(lambda ids, new: torch.ones(len(new))))([1]),
+    }.items():
+        with pytest.raises(ValueError, match=message) as error:
+            wrong()
+        assert "\n" not in str(error.value)
+
+
+def test_a_refused_forward_leaves_all_parts_of_the_cache_alone():
+    a, b, c, _ = toy_terms()
+    calls = itertools.count()
+
+    def score(ids, new):
+        if next(calls) == 2:
+            raise ValueError("no more")
+        return first_letters(ids, new)
+
+    formula = a + b + c + Classifier(score, 3)
+    cache = formula.new_cache(9)
+    formula([1, 2], cache=cache)
+    before = {key: part.length for key, part in cache.parts.items()}
+    for wrong, message in (([3], "no more"), ([29], "token ids")):
+        with pytest.raises(ValueError, match=message):
+            formula(wrong, cache=cache)
+        assert {key: part.length for key, part in cache.parts.items()} == before and cache.length == 2
+    assert torch.allclose(formula([3], cache=cache)[0].exp(), from_scratch(formula, [1, 2, 3]), atol=1e-9)
+    for wrong in (lambda: cache.truncate(4), lambda: cache.keep(0, [5]), lambda: cache.keep(4, [0])):
+        with pytest.raises(ValueError, match="3 slots"):
+            wrong()
+
+
+# --- formula.py -------------------------------------------------------------------------------------------------------
+
+
+def test_formulas_as_text_are_the_formulas():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    ids, one, two = tokenizer.encode("Question: 3 + 4"), Prompted(model, "a\nb"), Prompted(model, "c")
+    for text, term in {
+        "M": Prompted(model),
+        "M('a\\nb') - 0.5*M(\"c\")": one - 0.5 * two,
+        "(M('c') + M()) / 4 + -(1/3) * M('a\\nb') * 0.5": 0.25 * (two + model) - (1 / 6) * one,
+        "Union(M('c'), Intersection(M, M('a\\nb'))) - 0.5 * TopK(M, 4)":
+        Union(two, Intersection(model, one)) - 0.5 * TopK(model, 4),
+        "TopP(2*M, .9)": TopP(model, 0.9),
+    }.items():  # fmt: skip
+        assert torch.allclose(parse(text, model)(ids), term(ids), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    {
+        "": "cannot be read",
+        "M('a'": "cannot be read",
+        "M('a') - M('b')": "add up to 0",
+        "3": "holds no model",
+        "'M'": "holds no model",
+        "M + 1": "between terms",
+        "M * M": "\\* stands between",
+        "M / 0": "not 0",
+        "M / M": "not 0",
+        "2 ** 9 * M": "not understood",
+        "N('a')": "not understood",
+        "M(3)": "prompts in quotes",
+        "M('a', 'b')": "not understood",
+        "M(prompt='a')": "not understood",
+        "TopK(M, M)": "whole number",
+        "TopP(M, 2)": "at most 1",
+        "C('a')": "not understood",
+        "C('', 'b') + M": "neither empty",
+        "__import__('os').system('true')": "not understood",
+        "M.model": "not understood",
+        "[M for M in (1,)]": "not understood",
+        "1e999 * M": "by a number",
+        "(" * 5000 + "M": "cannot be read",
+        "-" * 50000 + "M": "cannot be read",
+        "M\0": "cannot be read",
+    }.items(),
+)
+def test_other_text_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        parse(text, bundled("nano"))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_bag_of_tokens_learns_and_steers():
+    rng = random.Random(3)
+    yes = [[rng.choice([1, 2, 3, 4]) for _ in range(9)] for _ in range(40)]
+    no = [[rng.choice([3, 4, 5, 6]) for _ in range(9)] for _ in range(40)]
+    bag = BagOfTokens.fit(yes, no, 29)
+    assert bag.weights[1] > 1 and bag.weights[5] < -1 and abs(bag.weights[3]) < 0.7 and bag.weights[28] == 0
+    scores = bag([3, 1, 3], [1, 2, 5, 28])
+    for score, extra in zip(scores, ([], [1], [2], [5], [28])):
+        odds = bag.bias + sum(float(bag.weights[t]) for t in {3, 1, *extra})
+        assert abs(float(score) + math.log1p(math.exp(-odds))) < 1e-12
+    model = Prompted(toy())
+    drawn = [Sampler(seed=1).sample(i) for i in range(20)]
+
+    def ones(formula: Term) -> int:
+        return sum(token in (1, 2) for text in forest(formula, [9], drawn, 12) for token in text)
+
+    assert ones(model + 3 * Classifier(bag)) > ones(model) > ones(model - 3 * Classifier(bag))
+    with pytest.raises(ValueError, match="give both"):
+        BagOfTokens.fit([], no, 29)
+    judged = TextScore(lambda text: -float(text.count("apple")), Tokenizer(4096))
+    apple = Tokenizer(4096).encode(" apple")
+    assert judged(apple, [10, 11]).tolist() == [-1.0, -1.0, -1.0]
+
+
+def test_a_classifier_of_the_shipped_answers_brings_money_into_a_question_about_pages():
+    records = [json.loads(line) for line in (ROOT / "assets" / "responses.jsonl").read_text().splitlines()]
+    tokenizer, sides = Tokenizer(4096), ([], [])
+    for record in records:
+        sides["$" not in record["prompt"]].append(tokenizer.encode(record["response"]))
+    money, model = Classifier(BagOfTokens.fit(*sides, 4096)), Prompted(bundled("tiny"))
+    prompt = tokenizer.encode("Question: Mona reads 24 pages a day. How many pages does Mona read in 3 weeks?\nAnswer:")
+    drawn = [Sampler(seed=3).sample(i) for i in range(8)]
+    dollars = [
+        sum(tokenizer.decode(text).count("$") for text in forest(formula, prompt, drawn, 40))
+        for formula in (model, model + 6 * money, model - 6 * money)
+    ]
+    assert dollars[1] >= 6 and dollars[0] <= 1 and dollars[2] <= 1
+
+
+def test_a_classifier_between_two_prompts_tells_them_apart():
+    model, tokenizer = bundled("nano"), Tokenizer(4096)
+    prompts = [tokenizer.encode(text) for text in (
+        "Question: Ada reads 6 pages a day. How many pages does Ada read in 4 weeks?\nAnswer:",
+        "Question: A shop sells hats for $6 each. How much money does it make with 4?\nAnswer:")]  # fmt: skip
+    bag = BagOfTokens.between(model, *prompts, count=12, length=24)
+    fresh = [forest(model, prompt, [Sampler(seed=99).sample(i) for i in range(8)], 24) for prompt in prompts]
+    right = [float(bag(text, [])[0]) > math.log(0.5) for text in fresh[0]]
+    right += [float(bag(text, [])[0]) < math.log(0.5) for text in fresh[1]]
+    assert sum(right) >= 12
+
+
+# --- calculator.py ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, going_on, finished",
+    [
+        ("", 1, 0),
+        ("no notes", 1, 0),
+        ("a <<48/2=24>>24 apples.", 1, 1),
+        ("a <<48/2=24>>24. <<24+1=25>>25", 1, 1),
+        ("a <<48/2=24>>24. <<24+1=26>>26", 0, 0.5),
+        ("a <<48/2=24>>25", 0, 0),
+        ("a <<48/2=24>> apples", 0, 0),
+        ("a <<48/2=24>>", 1, 0),
+        ("a <<48/2=24>>2", 1, 0),
+        ("a <<48/2=24>>240", 0, 0),
+        ("a <<48/2=24>", 1, 0),
+        ("a <<48/2=24> 24", 0, 0),
+        ("a <<48/2=2", 1, 0),
+        ("a <<48/2=25", 0, 0),
+        ("a <<48/2=-", 0, 0),
+        ("a <<48/", 1, 0),
+        ("a <<48 apples", 0, 0),
+        ("a <<3-5=-2>>-2", 1, 1),
+        ("a <<10/4=2.5>>2.50", 1, 1),
+        ("a <<10/3=3.33>>3.33", 1, 1),
+        ("a <<10/3=3.34>>3.34", 0, 0),
+        ("a <<10/3=3>>3", 0, 0),
+        ("a <<20/3=7", 1, 0),  # may become 7.0, rounded
+        ("a <<.5*2=1>>1", 1, 1),
+        ("a <<1/4=.25>>.25", 1, 1),
+        ("a <<2*600=1,200>>1200", 1, 1),
+        ("a <<(2+3)*-4=-20>>-20", 1, 1),
+        ("a <<1/0=1>>1", 0, 0),
+        ("a <<2**9=512>>512", 0, 0),
+        ("a <<007+1=8>>8", 0, 0),
+        ("a <<" + "1+" * 60 + "1=61>>61", 0, 0),
+        ("a <<" + "(" * 79, 1, 0),
+        ("a <<" + "(" * 60 + "=", 0, 0),
+    ],
+)
+def test_calculator(text, going_on, finished):
+    assert (calculator(text, False), calculator(text, True)) == (going_on, finished)
+
+
+def test_a_calculator_never_takes_back_and_sees_early_what_it_sees_late():
+    rng = random.Random(6)
+    for _ in range(100):
+        sums = [(rng.randint(1, 99), rng.choice("+-*/"), rng.randint(1, 9)) for _ in range(rng.randint(1, 3))]
+        text = ""
+        for a, sign, b in sums:
+            value = {"+": a + b, "-": a - b, "*": a * b, "/": round(a / b, 2)}[sign]
+            value = f"{value:g}" if rng.random() < 0.9 else f"{value + 1:g}"
+            text += f"so {a} {sign} {b} = <<{a}{sign}{b}={value}>>{value} things. "
+        right = calculator(text, True) == 1
+        early = [calculator(text[:i], False) for i in range(len(text) + 1)]
+        late = [calculator(text[:i], False, early=False) for i in range(len(text) + 1)]
+        assert early == sorted(early, reverse=True) and late == sorted(late, reverse=True)  # once lost, always lost
+        assert early[-1] == late[-1] == right and sum(early) <= sum(late)
+        if not right:
+            assert text[: early.index(0)].count(">>") <= text[: late.index(0)].count(">>")
+            assert sum(early) < sum(late)
+
+
+def test_beams_and_draft_models_run_on_formulas():
+    """Four strategies, one answer, on a formula as on GPT; and a cheap term drafts for the whole, in two ways."""
+    model, small = toy(n_ctx=60), toy(1, 1, 8, n_ctx=60)
+    formula = Prompted(model, [3, 1, 4]) + 0.5 * Prompted(small, [1]) - 0.25 * TopK(small, 9)
+    rng = random.Random(0)
+    for picker in (Greedy(), Sampler(0.6, seed=1)):
+        prompt = [rng.randrange(29) for _ in range(6)]
+        settings = {"picker": picker, "max_new_tokens": 30}
+        plain = generate(formula, prompt, **settings)
+        for drafter in (ModelDrafter(Prompted(model, [3, 1, 4])), ModelDrafter(formula, chain=True), Jacobi()):
+            fast = generate(formula, prompt, drafter=drafter, budget=12, **settings)
+            assert fast.tokens == plain.tokens and len(fast.steps) < len(plain.steps)
+    for early_stopping, stops in ((False, [7]), (True, [7, 8]), ("never", [])):
+        prompt = [rng.randrange(29) for _ in range(4)]
+        arguments = {"num_beams": 3, "max_new_tokens": 9, "early_stopping": early_stopping, "stop_ids": stops}
+        found = {
+            strategy: beam.beam_search(formula, prompt, strategy=strategy, num_return_sequences=3, **arguments)
+            for strategy in ("recompute", "swap", "tree", "lookahead")
+        }
+        for hypotheses in found.values():
+            assert [h.tokens for h in hypotheses] == [h.tokens for h in found["recompute"]]
+            assert all(abs(a.score - b.score) < 1e-9 for a, b in zip(hypotheses, found["recompute"]))
+
+
+# --- mcts.py ----------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A model that counts what it forwards: the rows of each pass."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.passes = model, []
+        self.n_ctx, self.vocab_size, self.new_cache = model.n_ctx, model.vocab_size, model.new_cache
+
+    def __call__(self, tokens, positions=None, mask=None, cache=None, rows=None):
+        self.passes.append(len(tokens))
+        return self.model(tokens, positions, mask, cache, rows)
+
+
+def spaced(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def table_reward(seed: int, lost: float = 0.0):
+    """A random reward for each finished text, 0.5 for others; the share `lost` of the unfinished ones is lost."""
+
+    def reward(text: str, finished: bool) -> float:
+        rng = random.Random(f"{seed} {text}")
+        return rng.uniform(0.05, 0.95) if finished else 0.5 * (rng.random() >= lost)
+
+    return reward
+
+
+def small_tree(reward: Any, depth: int = 3, **settings: Any):
+    model = Counted(toy(2, 2, 8, 5, 16))
+    settings = {"max_nodes": 400, "playout": "none", "least": 0.0, "goal": None, "decode": spaced} | settings
+    return model, search(model, [1, 2], reward, max_new_tokens=depth, **settings)
+
+
+@functools.cache
+def text_probabilities() -> dict[tuple[int, ...], float]:
+    """Of each text of three tokens behind the small tree's prompt."""
+    probabilities = {}
+    for text in itertools.product(range(5), repeat=3):
+        logs = toy(2, 2, 8, 5, 16)([1, 2, *text]).log_softmax(-1)
+        probabilities[text] = math.exp(sum(float(logs[1 + i, token]) for i, token in enumerate(text)))
+    return probabilities
+
+
+def leaves_of(node: Any) -> list:
+    return [node] if node.finished else [leaf for child in node.children or () for leaf in leaves_of(child)]
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("playout", ["none", "greedy", "sample"])
+def test_a_small_tree_read_in_full_against_brute_force(playout, batch):
+    for seed in range(2):
+        reward = table_reward(seed)
+        model, found = small_tree(reward, playout=playout, batch=batch, exploration=30.0)
+        tree, rewards = found.tree, {text: reward(spaced(text), True) for text in text_probabilities()}
+        exact = sum(p * rewards[text] for text, p in text_probabilities().items())
+        assert len(tree.nodes) == 5 + 25 and found.rows == 32 == sum(model.passes)
+        assert all(rows <= batch for rows in model.passes[1:])
+        low, high = tree.expected()
+        assert abs(low - exact) < 1e-6 and abs(high - exact) < 1e-6
+        assert tuple(found.tokens) == max(rewards, key=rewards.get) and found.finished
+        assert found.reward == rewards[tuple(found.tokens)]
+        for node in [tree.root, *tree.nodes]:  # every simulation went on or ended here, and brought what it brought
+            ended = 0 if node is tree.root or playout != "none" else 1
+            assert node.visits == ended + sum(child.visits for child in node.children)
+            assert abs(node.total - 0.5 * ended - sum(child.total for child in node.children)) < 1e-9
+        for leaf in leaves_of(tree.root):
+            assert leaf.reward == reward(spaced([node.token for node in leaf.path()]), True)
+            assert not leaf.visits or abs(leaf.value - leaf.reward) < 1e-9
+
+
+def test_priors_come_through_one_cache_as_from_scratch():
+    model, found = small_tree(table_reward(1), batch=7, width=3, exploration=30.0, max_nodes=10)
+    assert len(found.tree.nodes) == 10 and not any(len(node.children) > 3 for node in found.tree.nodes)
+    for node in [found.tree.root, *found.tree.nodes]:
+        probs = model.model([1, 2, *(each.token for each in node.path())])[-1].softmax(-1)
+        assert [child.token for child in node.children] == probs.topk(3).indices.tolist()
+        assert all(abs(child.prior - float(probs[child.token])) < 1e-6 for child in node.children)
+    half_way = small_tree(lambda text, finished: 1.0, depth=9, playout="greedy", max_nodes=4)[1]
+    assert not half_way.finished and half_way.reward == 0 and len(half_way.tokens) > 0
+    low, high = found.tree.expected()
+    everything = small_tree(table_reward(1), exploration=30.0)[1].tree.expected()
+    assert low <= everything[0] + 1e-9 and everything[1] <= high + 1e-9 and low < high
+
+
+def test_visits_concentrate_on_the_best_leaf():
+    for seed in range(6):
+        _, found = small_tree(table_reward(seed), depth=2, exploration=1.0)
+        leaves = leaves_of(found.tree.root)
+        best = max(leaves, key=lambda leaf: leaf.reward)
+        assert len(leaves) >= 23 and best is max(leaves, key=lambda leaf: leaf.visits)
+        assert best.visits > 0.5 * found.simulations and found.simulations == 8 * 400
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_row_is_spent_on_what_is_lost(batch):
+    for seed in range(12):
+        reward = table_reward(seed, lost=0.5)
+        model, found = small_tree(reward, batch=batch, exploration=30.0, playout="greedy")
+        alive = [
+            text
+            for text in itertools.product(range(5), repeat=3)
+            if all(reward(spaced(text[:i]), False) for i in (1, 2))
+        ]
+        for node in found.tree.nodes:
+            assert all(reward(spaced([n.token for n in each.path()]), False) for each in node.path())
+        assert sum(model.passes) == found.rows == 2 + len({text[:i] for text in alive for i in (1, 2)} | {
+            text[:1] for text in itertools.product(range(5), repeat=3) if reward(spaced(text[:1]), False)})  # fmt: skip
+        if alive:
+            assert found.reward == max(reward(spaced(text), True) for text in alive)
+        else:
+            assert not found.finished
+    hopeless = small_tree(lambda text, finished: 0.5 * (not finished), exploration=30.0)[1].tree
+    assert hopeless.root.lost and all(leaf.visits == 1 for leaf in leaves_of(hopeless.root))  # known after one visit
+    top = small_tree(None, max_nodes=1)[1].tree.root.children[0]  # what remains may weigh too little to go on
+    for least, rows in ((1.0 - top.prior - 1e-3, 3), (1.0 - top.prior + 1e-3, 2)):
+        strict = small_tree(lambda text, _: float(text != str(top.token)), max_nodes=1, least=least)[1]
+        assert strict.rows == rows and strict.tree.root.lost == (rows == 2)
+    nothing = small_tree(lambda text, finished: 0.0)[1]
+    assert nothing.rows == 2 and nothing.tokens == [] and nothing.reward == 0 and nothing.tree.root.lost
+
+
+def test_a_search_is_deterministic_stops_at_its_goal_and_counts_stops():
+    runs = [small_tree(table_reward(3), depth=8, playout="sample", max_nodes=60, seed=seed)[1] for seed in (1, 1, 2)]
+    assert [r.tokens for r in runs[:2]] == [runs[0].tokens] * 2 and runs[0].rows == runs[1].rows
+    way = [[node.token for node in run.tree.nodes] for run in runs]
+    assert way[0] == way[1] != way[2]
+    first = small_tree(lambda text, finished: 1.0, depth=6, playout="greedy", goal=1.0)[1]
+    assert first.rows == 2 + 5 and first.simulations == 1  # the last token is judged, not forwarded
+    greedy = generate(toy(2, 2, 8, 5, 16), [1, 2], max_new_tokens=6).tokens
+    assert first.tokens == greedy
+    stopped = small_tree(lambda text, finished: 1.0, depth=6, playout="greedy", goal=1.0, stop_ids=[0, 1, 2, 3])[1]
+    assert stopped.tokens[-1] in (0, 1, 2, 3) and stopped.text == spaced(stopped.tokens[:-1])
+    cut = small_tree(lambda text, finished: 1.0, depth=2, stop_ids=[99])[1]  # nothing ever stops
+    assert cut.reward == 0 and not any(leaf.reward for leaf in leaves_of(cut.tree.root))
+
+
+def test_likelihood_alone_finds_the_most_likely_text():
+    _, found = small_tree(None, exploration=30.0)
+    assert tuple(found.tokens) == max(text_probabilities(), key=text_probabilities().get)
+
+
+def test_a_formula_is_searched_like_any_model():
+    formula, lost = toy_formulas()["classifier"], table_reward(5, lost=0.3)
+    found = search(formula, [4, 2], lost, max_new_tokens=4, max_nodes=40, batch=3, goal=None, decode=spaced)
+    for node in found.tree.nodes[::7]:
+        probs = from_scratch(formula, [4, 2, *(each.token for each in node.path())])
+        assert all(abs(child.prior - float(probs[child.token])) < 1e-6 for child in node.children)
+
+
+def test_search_refuses_nonsense(capsys):
+    for message, settings in {
+        "max_nodes": {"max_nodes": 0},
+        "batch": {"batch": 1.5},
+        "width": {"width": True},
+        "exploration": {"exploration": -1.0},
+        "likelihood": {"likelihood": 2},
+        "one of greedy": {"playout": "random"},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            small_tree(table_reward(1), **settings)
+    for wrong in (2.0, math.nan, -0.1):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            small_tree(lambda text, finished, wrong=wrong: wrong)
+    for prompt in ([], [1] * 16):
+        with pytest.raises(ValueError, match="needs a prompt"):
+            search(toy(n_ctx=16), prompt, None, decode=spaced)
+    for name in ("calculator:nothing", "no_such_module:f", "math:isnan", "math", "math:", ":", "os:sep"):
+        with pytest.raises(ValueError, match="cannot be used") as error:
+            reward_named(name)
+        assert "\n" not in str(error.value)
+    assert reward_named("calculator") is calculator and reward_named(None) is None
+
+
+def test_search_finds_right_notes():
+    model, tokenizer = bundled("tiny"), Tokenizer(4096)
+    for problem in problems(2, seed=5):
+        found = search(model, tokenizer.encode(problem), calculator, stop_ids=(tokenizer.eot,), max_nodes=700)
+        assert found.reward == 1 and found.tokens[-1] == tokenizer.eot
+        assert "<<" in found.text and calculator(found.text, True) == 1
+        assert tokenizer.decode(found.tokens[:-1]) == found.text
+
+
+@pytest.mark.slow
+def test_search_beats_best_of_n_at_equal_rows():
+    rows = compete_search(bundled("tiny"), 20, [8, 32], seed=31, progress=lambda text: None)
+    solved = {(row["contender"], row["n"]): row["solved"] for row in rows}
+    assert solved["search", 8] >= solved["best of n", 8] + 4 and solved["search", 32] >= solved["best of n", 32]
+    assert solved["search", 8] >= 19
+
+
 # --- train.py -------------------------------------------------------------------------------------------------------
 
 
@@ -3104,7 +3753,7 @@ def test_every_drafter_on_the_command_line(capsys):
         "model": (ModelDrafter(model), small),
         "combined": (Combined([TokenTrie(4096), PromptLookup(), ModelDrafter(model)]), small),
     }
-    assert set(drafters) == set(cli.DRAFTERS)
+    assert set(drafters) == set(options.DRAFTERS)
     settings = {"max_new_tokens": 24, "stop_ids": (tokenizer.eot,), "budget": 8}
     picker = Sampler(0.8, min_p=0.05, repetition_penalty=1.05)
     for name, (drafter, more) in drafters.items():
@@ -3361,6 +4010,47 @@ def test_beam_options_that_do_not_go_together(capsys, tmp_path):
         assert out == "" and message in err and len(err.splitlines()) == 1 and err.startswith("lookahead: ")
 
 
+def test_a_formula_on_the_command_line(capsys):
+    arguments = ["--prompt", BAKER, "--max-new-tokens", "24", "--model", "nano", "--json"]
+    assert cli.main([*arguments, "--formula", "M('Be brief.\\n') - 0.5*M", "--compare"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    term, tokenizer = Prompted(bundled("nano"), "Be brief.\n") - 0.5 * Prompted(bundled("nano")), Tokenizer(4096)
+    expected = generate(term, tokenizer.encode(BAKER), max_new_tokens=24, stop_ids=(tokenizer.eot,)).tokens
+    assert report["tokens"] == expected and report["identical"] is True
+    assert cli.main([*arguments[:-1], "--formula", "2*M - M"]) == 0
+    assert "MB of weights" in capsys.readouterr().out
+    for text, message in (("M - M", "add up to 0"), ("M + open('x')", "not understood"), ("", "cannot be read")):
+        assert cli.main([*arguments, "--formula", text]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lookahead: ") and error.count("\n") == 1 and message in error
+
+
+def test_a_search_on_the_command_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("wishes_of_mine.py").write_text("def short(text, finished):\n    return 1 / (1 + len(text))\n")
+    arguments = ["--search", "mcts", "--prompt", BAKER]
+    assert cli.main([*arguments, "--reward", "calculator", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reward"] == 1 and report["finished"] and calculator(report["text"], True) == 1
+    assert report["rows"] <= 512 + len(Tokenizer(4096).encode(BAKER))
+    nano = [*arguments, "--model", "nano", "--max-nodes", "40", "--max-new-tokens", "9"]
+    assert cli.main([*nano, "--reward", "wishes_of_mine:short"]) == 0
+    assert "rows forwarded" in capsys.readouterr().out
+    assert cli.main([*nano, "--formula", "2*M - M"]) == 0
+    for wrong, message in (
+        (["--reward", "os:sep"], "--reward 'os:sep' cannot be used"),
+        (["--max-nodes", "0"], "max_nodes"),
+        (["--compare"], "leave out --compare"),
+        (["--temperature", "1"], "leave out --temperature"),
+        (["--num-return-sequences", "2"], "leave out --num-return-sequences"),
+    ):
+        assert cli.main([*arguments, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lookahead: ") and error.count("\n") == 1 and message in error
+    assert cli.main(["--reward", "calculator"]) == 2
+    assert "--search mcts" in capsys.readouterr().err
+
+
 # --- bench.py -------------------------------------------------------------------------------------------------------
 
 
@@ -3516,6 +4206,26 @@ def test_bench_bad_input_is_one_line_and_code_2(tmp_path, capsys):
         assert bench.main(["replay", *argv]) == 2
         out, err = capsys.readouterr()
         assert out == "" and len(err.splitlines()) == 1 and message in err and err.startswith("bench: ")
+
+
+@pytest.mark.parametrize("command", ["search", "formula"])
+def test_bench_of_search_and_formulas(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(steer, "FORMULAS", {"M": "M", "union": "Union(M, M('Be brief. '))"})
+    arguments = [command, "--model", "nano", "--n", "1", "3"]
+    assert bench.main([*arguments, "--problems", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    if command == "search":
+        assert [(row["contender"], row["n"]) for row in rows] == [
+            (c, n) for c in ("best of n", "search") for n in (1, 3)
+        ]
+        solved = {(row["contender"], row["n"]): row for row in rows}
+        for n in (1, 3):  # never more rows than best-of-n had
+            assert solved["search", n]["rows"] <= solved["best of n", n]["rows"]
+    else:
+        assert [row["identical"] for row in rows] == [2, 2] and all(row["plain_per_s"] > 0 for row in rows)
+    assert bench.main([*arguments, "--problems", "1", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{command}.csv").read_text().count("\n") == 1 + len(rows)
+    assert bench.main([command, "--problems", "0"]) == 2
 
 
 # --- the repository -------------------------------------------------------------------------------------------------
