@@ -108,7 +108,8 @@ class Found:
 
     def summary(self) -> str:
         best = "the best text that was finished" if self.finished else "NOT FINISHED: --max-nodes were too few"
-        return f"reward {self.reward:.2f}, {self.rows} rows forwarded, {self.simulations} simulations; {best}"
+        simulations = f"{self.simulations} simulation{'s' * (self.simulations != 1)}"
+        return f"reward {self.reward:.2f}, {self.rows} rows forwarded, {simulations}; {best}"
 
 
 def reward_named(name: str | None) -> Reward | None:

@@ -100,7 +100,7 @@ def make_parser() -> Parser:
     steer.add_argument("--search", choices=("mcts",), help="tree search for a text with a high reward (mcts.py)")
     steer.add_argument("--reward", metavar="R", help="calculator, or module:function(text, finished) -> 0 to 1 "
                        "(default: the model's own likelihood)")  # fmt: skip
-    steer.add_argument("--max-nodes", type=int, default=512, metavar="N", help="tokens to read in a search (512)")
+    steer.add_argument("--max-nodes", type=int, default=2048, metavar="N", help="tokens to read in a search (2048)")
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
                          help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "
