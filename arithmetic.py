@@ -23,8 +23,8 @@ The fine print:
   than M does; where M is the larger, the union is M, and P stays as M says (but for a common factor).
 - A `Classifier` C (does the text have a property?) pulls towards what C says by as much as it pulls away from knowing
   nothing, the uniform distribution U:  w (KL(P || C) - KL(P || U)).  Its weights, w and -w, add 0 to W.
-- A negative term has a dark side: a token that N finds absurd, log N = -30, gains 15 in M - 0.5 N. `TopP` or `TopK`
-  on M allows only what M itself finds plausible.
+- A negative term has a dark side: a token that N finds absurd, log N = -30, gains 30 in M - 0.5 N (15 / W). `TopP` or
+  `TopK` on M allows only what M itself finds plausible.
 - Such a *gate* is -inf for the tokens that it shuts out, and in a term with a negative weight that would become +inf
   (or NaN, against another gate). So every term carries two things: a finite value for each token, and which tokens it
   allows. Gates of terms with positive weight forbid. A term with a negative weight forbids nothing; a token that its
@@ -94,8 +94,8 @@ class Term:
         return as_term(other) - self
 
     def __mul__(self, factor: float) -> "Term":
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not math.isfinite(factor):
-            raise ValueError(f"a term can be multiplied by a number, not by {factor!r}")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not abs(factor) <= 1e6:
+            raise ValueError(f"a term can be multiplied by a number up to a million, not by {factor!r}")
         return Sum([(float(factor), self)])
 
     __rmul__ = __mul__
@@ -125,6 +125,11 @@ class Term:
     @property
     def nbytes(self) -> int:
         return sum(model.nbytes for model in {id(leaf.model): leaf.model for leaf in self.leaves}.values())
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that a pass should have at most (exact.py)."""
+        return min(getattr(leaf.model, "max_rows", 1 << 30) for leaf in self.leaves)
 
     @property
     def packed(self) -> Tensor | None:
@@ -338,7 +343,8 @@ class TopP(TopK):
 
 
 class Classifier(Term):
-    """Pulls towards texts that have a property: w * Classifier(score) adds w log C(text and token) to each token.
+    """Pulls towards texts that have a property: w * Classifier(score) adds w / W log C(text and token) to each token,
+    W being the total weight of the sum it stands in (4 log C in M - 0.5 * N + 2 * C).
 
     score  score(ids, candidates) -> (1 + n,): the log-probability that the text `ids` has the property, then that of
            the text followed by each of n candidate tokens. BagOfTokens is one; TextScore makes one of any callable.
@@ -384,6 +390,8 @@ def as_term(thing: Any) -> Term:
 
 def checked(term: Term) -> Term:
     """`term`, if it is a distribution. Raises ValueError if its total weight is not above 0."""
+    if not math.isfinite(term.weight) or term.weight > 1e6:
+        raise ValueError(f"the weights of {term} are too large: give numbers that add up to less than a million")
     if not term.weight > 1e-9 or not term.leaves:
         raise ValueError(f"the weights of {term} add up to {term.weight:g}: they must be above 0 (a classifier adds 0)")
     return term

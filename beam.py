@@ -34,6 +34,8 @@ from guess import Continuations, Guess, Pace, best
 from ledger import Ledger
 from lookahead import checked
 
+MAX_BEAMS = 1024  # a mistyped number must not ask for all memory
+
 
 class Hypothesis(NamedTuple):  # a finished text
     tokens: list[int]  # the new ones, a stop token included
@@ -374,9 +376,10 @@ def beam_search(
 
     Returns num_return_sequences hypotheses (fewer, if no more exist). Raises ValueError for impossible arguments.
     """
-    if not isinstance(num_return_sequences, int) or not 1 <= num_return_sequences <= max(num_beams, 1):
+    steps = beam_steps(model, prompt_ids, num_beams=num_beams, **arguments)  # checks num_beams first
+    if not isinstance(num_return_sequences, int) or not 1 <= num_return_sequences <= num_beams:
         raise ValueError(f"num_return_sequences must be 1 to num_beams ({num_beams}), not {num_return_sequences!r}")
-    *_, last = beam_steps(model, prompt_ids, num_beams=num_beams, **arguments)
+    *_, last = steps
     return last.hypotheses[:num_return_sequences]
 
 
@@ -397,12 +400,13 @@ def beam_steps(
     """`beam_search` step by step, same arguments; the last step's hypotheses are the result."""
     prompt, stops = checked(model, prompt_ids, drafter, budget, max_new_tokens, stop_ids)
     for wrong, message in (
-        (not isinstance(num_beams, int) or num_beams < 1, f"num_beams must be 1 or more, not {num_beams!r}"),
+        (not isinstance(num_beams, int) or not 1 <= num_beams <= MAX_BEAMS,
+         f"num_beams must be 1 to {MAX_BEAMS}, not {num_beams!r}"),
         (early_stopping != "never" and not isinstance(early_stopping, bool),
          f'early_stopping must be True, False or "never", not {early_stopping!r}'),
         (not isinstance(length_penalty, int | float) or not abs(length_penalty) <= 64,
          f"length_penalty must be a number, -64 to 64, not {length_penalty!r}"),
-        (strategy not in STRATEGIES, f"strategy must be one of {', '.join(STRATEGIES)}, not {strategy!r}"),
+        (strategy not in [*STRATEGIES], f"strategy must be one of {', '.join(STRATEGIES)}, not {strategy!r}"),
         (offload and strategy != "swap", f'offload moves the caches of strategy "swap", {strategy!r} has none to move'),
     ):  # fmt: skip
         if wrong:

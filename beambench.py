@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from beam import Hypothesis, beam_steps
+from beam import STRATEGIES, Hypothesis, beam_steps
 from compare import warmed
 from model import GPT
 from speed import over
@@ -25,11 +25,14 @@ Found = tuple[list[Hypothesis], int, dict[str, float]]  # hypotheses, steps, wha
 
 def ours(model: GPT, strategy: str, trie: TokenTrie, **settings: Any) -> Callable[[list[int]], Found]:
     """`strategy` may say more: "swap offload", "lookahead 4" (nodes per beam)."""
-    name, *more = strategy.split()
-    if "offload" in more:
+    name, more = strategy.partition(" ")[::2]
+    if name not in STRATEGIES or not (more == "" or (name, more) == ("swap", "offload") or
+                                      (name == "lookahead" and (more == "auto" or more.isdecimal()))):  # fmt: skip
+        raise ValueError(f"--strategy {strategy!r} is not one of: {', '.join(STRATEGIES)}, swap offload, lookahead 8")
+    if more == "offload":
         settings["offload"] = True
     elif name == "lookahead":
-        settings |= {"drafter": trie, "budget": int(more[0]) if more and more[0] != "auto" else "auto"}
+        settings |= {"drafter": trie, "budget": int(more) if more.isdecimal() else "auto"}
 
     def run(prompt: list[int]) -> Found:
         done = list(beam_steps(model, prompt, strategy=name, **settings))

@@ -55,6 +55,7 @@ from compare import compare_drafters, parting
 from cost import bounds, bytes_read, forward_of, load_model, median_seconds, with_plain_linear
 from lookahead import generate
 from model import GPT
+from options import Parser
 from replay import BINS, growth, print_table, read_pairs, replay, write_csv
 from sampling import Sampler
 from speed import compete, starting
@@ -209,13 +210,10 @@ def run_drafters(args: argparse.Namespace) -> int:
     small = None if args.draft_model == "none" else GPT.load(args.draft_model, model.device, model.dtype)
     warm = [response for _, response in read_pairs(args.responses, model.vocab_size)][: args.warm]
     if args.temperature:  # a trie of greedy texts would say little about sampled ones
-        trie, pickers = (
-            TokenTrie(model.vocab_size),
-            [Sampler(args.temperature, seed=1000 + i) for i in range(args.warm)],
-        )
+        settings = {"drafter": TokenTrie(model.vocab_size), "stop_ids": [tokenizer.eot]}
         warm = [
-            generate(model, tokenizer.encode(text), drafter=trie, picker=picker, stop_ids=[tokenizer.eot]).tokens
-            for text, picker in zip(problems(args.warm, seed=78), pickers)
+            generate(model, tokenizer.encode(text), picker=Sampler(args.temperature, seed=1000 + i), **settings).tokens
+            for i, text in enumerate(problems(args.warm, seed=78))
         ]
     rows, remarks = compare_drafters(
         model, small, asked, warm, args.budget, temperature=args.temperature, stop=tokenizer.eot,
@@ -231,6 +229,8 @@ def run_drafters(args: argparse.Namespace) -> int:
 def run_acceptance(args: argparse.Namespace) -> int:
     model = load_model(args.model, getattr(torch, args.dtype), check_device(args.device))
     small = GPT.load(args.draft_model, model.device, model.dtype)
+    if small.vocab_size != model.vocab_size:
+        raise ValueError(f"--draft-model has {small.vocab_size} tokens, --model {model.vocab_size}: choose another")
     tokenizer, asked = own_problems(args, model)
     rows = []
     for temperature in [args.temperature] if args.temperature else (0.5, 0.7, 1.0, 1.3):
@@ -364,7 +364,7 @@ def nodes(text: str) -> int | str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.py", description="Measure drafting and decoding.", allow_abbrev=False)
+    parser = Parser(prog="bench.py", description="Measure drafting and decoding.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser(
         "replay", help="tokens per step of a trie on responses that a model gave, without a model"
@@ -428,12 +428,21 @@ def main(argv: list[str] | None = None) -> int:
         one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
     args = parser.parse_args(argv)
     try:
+        if getattr(args, "warm", None) is not None and args.warm < 0:
+            raise ValueError(f"--warm must be 0 or more, not {args.warm}")
+        if args.out and not args.json:  # noticed before anything is measured
+            Path(args.out).mkdir(parents=True, exist_ok=True)
         return COMMANDS[args.command](args)
     except BrokenPipeError:  # `| head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        print("bench: this does not fit the memory: try a smaller model or smaller numbers", file=sys.stderr)
         return 2
 
 

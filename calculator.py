@@ -18,7 +18,7 @@ import re
 from fractions import Fraction
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-SUM = re.compile(r"[0-9+\-*/(). ]{1,80}")  # anything longer is nonsense
+SUM = re.compile(r"[0-9+\-*/()., ]{1,80}")  # anything longer is nonsense
 NUMBER = re.compile(r"-?[\d,]*\.?\d*")
 
 
@@ -55,7 +55,7 @@ def judge(note: str, ended: bool, early: bool) -> bool | None:
     said = NUMBER.match(rest)[0]
     if ended or len(said) < len(rest):
         return number(said) == number(shown)  # a full stop behind the number does no harm
-    if early and not shown.startswith(said.removesuffix(".")) and number(said) != number(shown):
+    if early and not plain(shown).startswith(plain(said).removesuffix(".")) and number(said) != number(shown):
         return False
     return None
 
@@ -66,28 +66,38 @@ def compute(text: str) -> Fraction | None:
     def value(node: ast.expr) -> Fraction:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             return Fraction(ast.get_source_segment(text, node))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            return -value(node.operand)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+            return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         raise ValueError
 
-    text = text.strip()
+    text = text.strip().replace(",", "")
     try:
         return value(ast.parse(text, mode="eval").body) if SUM.fullmatch(text) else None
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
+def plain(shown: str) -> str:
+    """Without commas, and .5 as 0.5."""
+    digits = shown.replace(",", "")
+    return digits.replace(".", "0.", 1) if digits.removeprefix("-").startswith(".") else digits
+
+
 def number(shown: str) -> Fraction | None:
-    """The value of digits as they are written, "1,200.50" or "24."; None if there are none."""
-    digits = shown.replace(",", "").removesuffix(".")
-    return Fraction(digits) if digits.strip("-.") else None
+    """The value of digits as they are written, "1,200.50" or "24."; None if there are none, and for 024 and -0."""
+    digits = plain(shown).removesuffix(".")
+    if not digits.strip("-.") or re.match(r"-?0\d|-[0.]*$", digits):
+        return None
+    return Fraction(digits)
 
 
 def is_right(shown: str, exact: Fraction) -> bool:
     """Whole numbers must be exact; one with decimals may be rounded in its last place: 10/3 is 3.33, but not 3."""
     value, (_, _, decimals) = number(shown), shown.partition(".")
+    if shown.startswith("-") != (exact < 0):
+        return False
     return value is not None and abs(value - exact) <= (Fraction(1, 2 * 10 ** len(decimals)) if decimals else 0)
 
 

@@ -83,6 +83,8 @@ def speculative_sample(
     full = min(len(text) + max_new_tokens, model.n_ctx, draft_model.n_ctx)
     if model.vocab_size != draft_model.vocab_size:
         raise ValueError(f"the draft model has {draft_model.vocab_size} tokens, the target {model.vocab_size}")
+    if not all(isinstance(number, int) for number in (budget, max_new_tokens)):
+        raise ValueError(f"budget and max_new_tokens must be whole numbers, not {budget!r} and {max_new_tokens!r}")
     if not text or len(text) >= full or budget < 1 or max_new_tokens < 1:
         raise ValueError(
             f"a prompt of {len(text)} tokens, {max_new_tokens} new ones and budget {budget} cannot be done"
@@ -165,7 +167,15 @@ def acceptance(
     At each place both models say what comes next, and a token is drafted: drawn from q and put to the classical test
     ("classical"), and picked under the picker's noise by both models ("keyed"). Beside these shares stand the means of
     what `rates` expects from the very distributions: "1 - TV", "keyed, exact" and "bound".
+
+    Raises ValueError for models with different vocabularies, texts longer than a context, and no response at all.
     """
+    if model.vocab_size != draft_model.vocab_size:
+        raise ValueError(f"the draft model has {draft_model.vocab_size} tokens, the target {model.vocab_size}")
+    texts = [(prompt, response) for prompt, response in texts if len(response)]
+    longest = max((len(prompt) + len(response) for prompt, response in texts), default=0)
+    if not texts or longest > min(model.n_ctx, draft_model.n_ctx) + 1:
+        raise ValueError(f"texts of up to {longest} tokens: there must be some, and both contexts must hold them")
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     stood: list[tuple[bool, bool]] = []
     expected: list[Tensor] = []

@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     plain = "--no-lookahead" if args.drafter != "none" else "--drafter none"
     if args.compare and args.no_lookahead:
         raise ValueError(f"--compare already runs plain decoding beside lookahead: leave out {plain}")
+    if args.no_lookahead and args.drafter not in ("trie", "none"):
+        raise ValueError(f"--no-lookahead drafts nothing: leave out --drafter {args.drafter}")
     for name in ("warmup", "load_trie", "save_trie", "mode"):
         if args.drafter in ("prompt-lookup", "jacobi", "model") and getattr(args, name):
             raise ValueError(f"--drafter {args.drafter} has no trie: leave out --{name.replace('_', '-')}")
@@ -89,15 +91,15 @@ def run(args: argparse.Namespace) -> int:
     for name in ("compare", "interactive", "trace") if args.num_beams == 1 else ():
         if args.num_return_sequences != 1 and getattr(args, name):
             raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
-    for name in ("compare", "interactive", "trace", "warmup", "load_trie", "save_trie", "temperature"):
-        if args.search and getattr(args, name):
-            raise ValueError(f"--search reads a tree of its own, once: leave out --{name.replace('_', '-')}")
-    if args.search and args.num_beams != 1:
-        raise ValueError("--search and --num-beams are two ways to look for a text: give one")
-    if args.search and args.num_return_sequences != 1:
-        raise ValueError("--search finds one text: leave out --num-return-sequences")
-    if args.reward and not args.search:
-        raise ValueError("--reward is what a search looks for: add --search mcts")
+    usual = make_parser().parse_args([])
+    for name in ("compare", "interactive", "trace", "warmup", "load_trie", "save_trie", "temperature", "top_k", "top_p",
+                 "min_p", "repetition_penalty", "seed", "mode", "budget", "drafter", "draft_model", "no_lookahead",
+                 "num_beams", "num_return_sequences"):  # fmt: skip
+        if args.search and getattr(args, name) != getattr(usual, name):
+            raise ValueError(f"--search goes its own way to one text: leave out --{name.replace('_', '-')}")
+    for name in ("reward", "max_nodes"):
+        if getattr(args, name) is not None and not args.search:
+            raise ValueError(f"--{name.replace('_', '-')} is for a search: add --search mcts")
     if args.trace and args.json:
         raise ValueError("--json prints one object and nothing else: leave out --trace")
     if args.warmup == "-" and (args.interactive or "-" in (args.prompt, args.prompt_file)):
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     model = formula_over(args, model)
     tokenizer = Tokenizer.for_model(model)
     trie = make_trie(args, model, tokenizer) if args.drafter in ("trie", "combined") and not args.no_lookahead else None
-    drafter = None if args.no_lookahead else make_drafter(args, model, trie)
+    drafter = None if args.no_lookahead or args.search else make_drafter(args, model, trie)
     settings = {"picker": picker, "max_new_tokens": args.max_new_tokens, "stop_ids": (tokenizer.eot,)}
     started = trie.outputs.clock if trie is not None else 0
     try:
@@ -210,7 +212,13 @@ def searched(
     from mcts import reward_named, search
 
     limits = {name: settings[name] for name in ("max_new_tokens", "stop_ids")}
-    found = search(model, prompt_ids, reward_named(args.reward), max_nodes=args.max_nodes, **limits)
+    found = search(
+        model,
+        prompt_ids,
+        reward_named(args.reward),
+        max_nodes=2048 if args.max_nodes is None else args.max_nodes,
+        **limits,
+    )
     print(json.dumps(found.as_json()) if args.json else f"{found.text}\n\n{found.summary()}")
     return 0
 

@@ -148,7 +148,7 @@ class ModelDrafter:
     """
 
     def __init__(self, model: Any, chain: bool = False, breadth: int = 8, passes: int = 8, least: float = 0.01) -> None:
-        if min(breadth, passes) < 1:
+        if not isinstance(breadth, int) or not isinstance(passes, int) or min(breadth, passes) < 1:
             raise ValueError(f"breadth and passes must be 1 or more, not {breadth} and {passes}")
         self.model, self.chain, self.least = model, chain, least
         self.breadth, self.passes = (1, passes) if chain else (breadth, passes)
@@ -300,7 +300,8 @@ class Combined:
         self.drafters = list(drafters)
         sizes = {getattr(drafter, "vocab_size", None) for drafter in self.drafters} - {None}
         if not self.drafters or len(sizes) > 1:
-            raise ValueError(f"combine one or more drafters of one vocabulary, not {len(self.drafters)} of {sizes}")
+            made_for = ", ".join(map(str, sorted(sizes))) or "none"
+            raise ValueError(f"combine one or more drafters, all for one vocabulary; these are for: {made_for}")
         self.vocab_size = next(iter(sizes), None)
         # By set of proposers, as bits: how many of their verified nodes were accepted, and the sum of the estimates of
         # all of them. Both are halved when the sum passes 50; they begin as if 2 of 2.0 had been seen.

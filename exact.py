@@ -75,7 +75,7 @@ class Exact:
     """
 
     def __init__(self, model: GPT, rows: int = 16) -> None:
-        if not isinstance(rows, int) or rows < 1:
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
             raise ValueError(f"exact mode needs a whole number of rows, 1 or more, not {rows!r}")
         self.model, self.max_rows = model, rows
         self.config, self.n_ctx, self.vocab_size = model.config, model.n_ctx, model.vocab_size

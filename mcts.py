@@ -18,7 +18,8 @@ A *simulation* goes down from the root:
             their first one early.
 2. judge    A new child is shown to the reward *before* it is forwarded. Reward 0 for a text that is not finished means
             that it is lost, whatever comes: the child is cut off, no row is spent on it, and the next best child is
-            taken. A node whose children are (nearly) all cut off is cut off itself, and the simulation ends with 0.
+            taken. A node whose children are (nearly) all cut off is cut off itself, and the simulation ends with 0. (A
+            finished text with reward 0 is cut off, too, once it was counted: it is known.)
 3. expand   One row of a forward pass: the node sees the prompt, its ancestors and itself, and its logits say which
             children it has.
 4. play out Without a playout, the value is the reward of the unfinished text. With one, go on from child to child,
@@ -50,6 +51,7 @@ from sampling import hash_uniform, mix64
 from tokenizer import Tokenizer
 
 Reward = Callable[[str, bool], float]
+LARGEST = 100_000  # the cache gets a slot for each node, so a mistyped number must not ask for all memory
 PLAYOUTS = ("greedy", "sample", "none")
 
 
@@ -104,12 +106,20 @@ class Found:
     tree: "Search"
 
     def as_json(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "tree"}
+        known = {key: value for key, value in vars(self).items() if key != "tree"}
+        return known if self.tree.judged else known | {"reward": None}
 
     def summary(self) -> str:
-        best = "the best text that was finished" if self.finished else "NOT FINISHED: --max-nodes were too few"
+        if self.finished:
+            stopped = not self.tree.stop_ids or self.tokens[-1] in self.tree.stop_ids
+            best = "the best text that was finished" if stopped else "cut short by --max-new-tokens, which counts as 0"
+        elif self.tree.root.lost:
+            best = "every way on was cut off: nothing gets a reward"
+        else:
+            best = "NOT FINISHED: --max-nodes were too few"
         simulations = f"{self.simulations} simulation{'s' * (self.simulations != 1)}"
-        return f"reward {self.reward:.2f}, {self.rows} rows forwarded, {simulations}; {best}"
+        reward = f"reward {self.reward:.2f}" if self.tree.judged else "no reward, likelihood only"
+        return f"{reward}, {self.rows} rows forwarded, {simulations}; {best}"
 
 
 def reward_named(name: str | None) -> Reward | None:
@@ -124,12 +134,16 @@ def reward_named(name: str | None) -> Reward | None:
     try:
         reward = getattr(importlib.import_module(module), function)
         float(reward("", False))  # a function of something else shows here
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever somebody's module does when it is imported or asked
         wanted = "give calculator, or module:function with function(text, finished) -> 0 to 1"
-        raise ValueError(f"--reward {name!r} cannot be used ({str(error) or 'no function'}): {wanted}") from None
+        raise ValueError(f"--reward {name!r} cannot be used ({in_a_line(error)}): {wanted}") from None
     finally:
         sys.path.pop()
     return reward
+
+
+def in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def search(model: Any, prompt_ids: Sequence[int], reward: Reward | None, **settings: Any) -> Found:
@@ -186,8 +200,8 @@ class Search:
             )
         counts = {"max_nodes": max_nodes, "max_new_tokens": max_new_tokens, "width": width, "batch": batch}
         for name, number in counts.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more, not {number!r}")
+            if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
+                raise ValueError(f"{name} must be a whole number, 1 to {LARGEST}, not {number!r}")
         if not (math.isfinite(exploration) and exploration >= 0):
             raise ValueError(f"exploration must be 0 or more, not {exploration!r}")
         if not 0 <= least <= 1 or not 0 <= likelihood <= 1:
@@ -195,6 +209,7 @@ class Search:
         if playout not in PLAYOUTS:
             raise ValueError(f"playout must be one of {', '.join(PLAYOUTS)}, not {playout!r}")
         self.model, self.stop_ids, self.playout, self.seed = model, frozenset(stop_ids), playout, seed
+        self.judged = reward is not None
         self.reward = reward or (lambda text, finished: 1.0)
         self.likelihood = likelihood if reward else 1.0
         self.max_nodes, self.batch, self.width, self.least = max_nodes, batch, width, least
@@ -265,8 +280,9 @@ class Search:
         for each in way:
             each.total += value
         if last.finished:
-            if self.best is None or value > self.worth(self.best):
-                self.best = last
+            reached = self.goal is not None and last.reward >= self.goal
+            if self.best is None or reached or value > self.worth(self.best):
+                self.best = last  # a text that reaches the goal ends the search, whatever its likelihood
             if last.reward <= 0:
                 self._cut(last)  # known, and worth nothing: no second visit
 
@@ -294,9 +310,13 @@ class Search:
         stopped = node.token in self.stop_ids
         node.finished = stopped or node.depth == self.deepest
         tokens = [each.token for each in node.path()]
-        reward = float(self.reward(self.decode(tokens[:-1] if stopped else tokens), node.finished))
+        text = self.decode(tokens[:-1] if stopped else tokens)
+        try:
+            reward = float(self.reward(text, node.finished))
+        except Exception as error:  # somebody else's function
+            raise ValueError(f"the reward failed on {text[-40:]!r} ({in_a_line(error)})") from None
         if not 0 <= reward <= 1:
-            raise ValueError(f"a reward must be a number from 0 to 1, not {reward}")
+            raise ValueError(f"a reward must be a number from 0 to 1, not {reward} (for {text[-40:]!r})")
         node.reward = 0.0 if node.finished and self.stop_ids and not stopped else reward
         if not node.finished and reward == 0:
             self._cut(node)
@@ -326,6 +346,8 @@ class Search:
 
     def _grow(self, node: Node, logits: Tensor) -> None:
         probs, tokens = logits.float().softmax(-1).topk(min(self.width, len(logits)))
+        if not bool(probs[0] > 0):
+            raise ValueError("the model's logits are not numbers: nothing to choose from")
         node.children = [Node(node, token, p) for token, p in zip(tokens.tolist(), probs.tolist()) if p > 0]
 
     def found(self) -> Found:

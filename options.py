@@ -31,7 +31,8 @@ Exit codes: 0 done; 1 --compare found a difference that rounding does not explai
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's page of usage."""
-        print(f"lookahead: {message} (--help lists the options)", file=sys.stderr)
+        name = self.prog.split()[0].removesuffix(".py")
+        print(f"{name}: {message} (--help lists the options)", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -96,11 +97,12 @@ def make_parser() -> Parser:
     beamcli.add_options(parser)
     steer = parser.add_argument_group("formulas and search")
     steer.add_argument("--formula", metavar="F", help="a formula over the model with prompts of its own before yours: "
-                       "\"M('prompt one') - 0.5*M('prompt two')\" (formula.py)")  # fmt: skip
+                       "\"M('prompt one') - 0.5*M('prompt two')\" (formula.py; if it begins with a minus, "
+                       "--formula=-...)")  # fmt: skip
     steer.add_argument("--search", choices=("mcts",), help="tree search for a text with a high reward (mcts.py)")
     steer.add_argument("--reward", metavar="R", help="calculator, or module:function(text, finished) -> 0 to 1 "
                        "(default: the model's own likelihood)")  # fmt: skip
-    steer.add_argument("--max-nodes", type=int, default=2048, metavar="N", help="tokens to read in a search (2048)")
+    steer.add_argument("--max-nodes", type=int, metavar="N", help="tokens to read in a search (default: 2048)")
     machine = parser.add_argument_group("model and machine")
     machine.add_argument("--model", default="tiny", metavar="NAME",
                          help=f"{', '.join(weights.BUNDLED)} (bundled), {', '.join(weights.HUB)}, a folder or a "

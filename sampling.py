@@ -58,6 +58,10 @@ class Picker(Protocol):
 Processor = Callable[[Tensor, Sequence[int]], Tensor]  # (vocab_size,) scores and the tokens before -> scores
 
 
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 class Greedy:
     """The most probable token; the first of equals.
 
@@ -74,7 +78,7 @@ class Greedy:
     """
 
     def __init__(self, repetition_penalty: float = 1.0, processors: Iterable[Processor] = ()) -> None:
-        if not (math.isfinite(repetition_penalty) and repetition_penalty > 0):
+        if not (is_number(repetition_penalty) and repetition_penalty > 0):
             raise ValueError(f"repetition_penalty must be a positive number, 1 for none, not {repetition_penalty}")
         self.repetition_penalty, self.processors = repetition_penalty, tuple(processors)
 
@@ -89,10 +93,13 @@ class Greedy:
             scores = logits[seen]
             scores = torch.where(scores < 0, scores * self.repetition_penalty, scores / self.repetition_penalty)
             logits = logits.index_copy(0, seen, scores)
+        if self.processors:
+            logits = logits.clone()  # one that writes into its argument must not change what others read
         for processor in self.processors:
             processed = processor(logits, context)
-            if processed.shape != logits.shape:
-                raise ValueError(f"a processor made {tuple(processed.shape)} of logits of {tuple(logits.shape)}")
+            if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+                made = tuple(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+                raise ValueError(f"a processor made {made} of logits of {tuple(logits.shape)}")
             logits = processed
         return logits
 
@@ -126,15 +133,15 @@ class Sampler(Greedy):
         processors: Iterable[Processor] = (),
     ) -> None:
         super().__init__(repetition_penalty, processors)
-        if not (math.isfinite(temperature) and temperature >= 1e-4):
+        if not (is_number(temperature) and temperature >= 1e-4):
             raise ValueError(f"temperature must be at least 0.0001, not {temperature} (for 0, decode greedily)")
         if not isinstance(top_k, int) or top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 (off) or larger, not {top_k}")
         if not isinstance(seed, int):
             raise ValueError(f"seed must be a whole number, not {seed}")
-        if not 0 < top_p <= 1:
+        if not (is_number(top_p) and 0 < top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1 (off), not {top_p}")
-        if not 0 <= min_p <= 1:
+        if not (is_number(min_p) and 0 <= min_p <= 1):
             raise ValueError(f"min_p must be 0 (off) to 1, not {min_p}")
         self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
         self._noise: dict[tuple, Tensor] = {}

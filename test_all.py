@@ -3447,6 +3447,25 @@ def test_beams_and_draft_models_run_on_formulas():
             assert all(abs(a.score - b.score) < 1e-9 for a, b in zip(hypotheses, found["recompute"]))
 
 
+def test_no_beginning_of_a_right_text_is_refused():
+    """The calculator's early verdict never contradicts its final one: what is right at the end was never lost."""
+    rng, right = random.Random(0), 0
+    for _ in range(3000):
+        a, b = rng.choice([0, 1, 3, 12, 48, 600, 1200]), rng.choice([1, 2, 3, 4, 7, 1000])
+        sum_, value = rng.choice(
+            [(f"{a}*{b}", a * b), (f"{a:,}-{b}", a - b), (f"+{a}/{b}", a / b), (f"-{a}+{b}", b - a)]
+        )
+        forms = [f"{value:g}", f"{value:,.0f}", f"{value:.2f}", f"{value:.1f}", f"0{value:g}", f"{value:g}".lstrip("0")]
+        shown, said = rng.choice([*forms, "-0"]), rng.choice([*forms, "-0"])
+        text = f"She has {sum_} = <<{sum_}={shown}>>{said}{rng.choice(['', '.', ' eggs', ',', '%'])}"
+        if calculator(text, True) == 1:
+            right += 1
+            assert all(calculator(text[:end], False) == 1 for end in range(len(text) + 1)), text
+    assert right > 300
+    assert calculator("<<1,200*2=2400>>2400", True) == calculator("<<+3*4=12>>12", True) == 1
+    assert calculator("<<48/2=024>>24", True) == calculator("<<1-1=-0>>0", True) == 0
+
+
 # --- mcts.py ----------------------------------------------------------------------------------------------------------
 
 
@@ -3832,6 +3851,15 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path):
         "needs --draft-model": ["--prompt", "a", "--model", "nano", "--drafter", "model"],
         "is for --drafter model or combined": ["--prompt", "a", "--draft-model", "nano"],
         "no model 'gpt6'": ["--prompt", "a", "--drafter", "model", "--draft-model", "gpt6"],
+        "leave out --drafter jacobi": ["--prompt", "a", "--drafter", "jacobi", "--no-lookahead"],
+        "num_beams must be 1 to 1024": ["--prompt", "a", "--num-beams", "1" + "0" * 20],
+        "for beam search": ["--prompt", "a", "--length-penalty", "0"],
+        "leave out --seed": ["--prompt", "a", "--search", "mcts", "--seed", "3"],
+        "add --search mcts": ["--prompt", "a", "--max-nodes", "3"],
+        "max_nodes must be": ["--prompt", "a", "--search", "mcts", "--max-nodes", "1" + "0" * 20],
+        "up to a million": ["--prompt", "a", "--formula", "1e308*M"],
+        "too large": ["--prompt", "a", "--formula", "100000*(1000*M)"],
+        "cannot be used (TypeError": ["--prompt", "a", "--search", "mcts", "--reward", "operator:floordiv"],
         "leave out --trace": ["--prompt", "a", "--json", "--trace"],
         "leave out --prompt": ["--prompt", "a", "--interactive"],
         "no trie file": ["--prompt", "a", "--load-trie", str(tmp_path / "none")],
