@@ -347,7 +347,7 @@ class TrieSession:
             if len(candidates) < left or p > candidates[0][0]:
                 if tokens:
                     state = self._after(state, tokens[-1])
-                if foresees:
+                if foresees and p >= self.NEAR:
                     noise = picker.noise(self._length + (depths[node] if tokens else 0), size)
                     shares = self._foresee(self._expand(state, 1.0, self.ENOUGH / (budget * p)), p, noise)
                 else:
@@ -369,7 +369,7 @@ class TrieSession:
         self._last = DraftTree(tokens, parents, [self._curve(p) for p in estimates])
         return self._last
 
-    TRUST = 0.3  # chosen by measurement
+    TRUST, NEAR = 0.3, 0.1  # chosen by measurement; below less probable nodes it is not worth the time to look
 
     def _foresee(self, shares: dict[int, float], p: float, noise: Tensor) -> dict[int, float]:
         """The children of a node of probability `p`, given what `_expand` says of them, when their noise is known.
