@@ -2000,7 +2000,7 @@ def test_drafters_refuse():
         (lambda: Jacobi(3, 0), "keep 1 or more"),
         (lambda: ModelDrafter(toy(), breadth=0), "breadth and passes must be 1 or more"),
         (lambda: Combined([]), "combine one or more drafters"),
-        (lambda: Combined([TokenTrie(29), ModelDrafter(toy(vocab_size=30))]), "of one vocabulary"),
+        (lambda: Combined([TokenTrie(29), ModelDrafter(toy(vocab_size=30))]), "all for one vocabulary"),
         (lambda: decode(toy(), [1], drafter=ModelDrafter(toy(vocab_size=30))), "vocabulary of 30, the model has 29"),
     ):
         with pytest.raises(ValueError, match=message):
