@@ -201,7 +201,7 @@ def checked(
     if not context:
         raise ValueError("the prompt is empty: give at least one token")
     if len(context) > model.n_ctx:
-        raise ValueError(f"the prompt has {len(context)} tokens, the model's context holds {model.n_ctx}")
+        raise ValueError(f"the prompt has {len(context)} tokens, the context holds {model.n_ctx}")
     if outside := next((token for token in context if not 0 <= token < model.vocab_size), None):
         raise ValueError(f"prompt token {outside} is outside the model's vocabulary of {model.vocab_size}")
     knows = getattr(drafter, "vocab_size", None)
