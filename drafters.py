@@ -251,7 +251,7 @@ class ModelSession:
         for share, token in zip(top.values.tolist(), top.indices.tolist()):
             if share > 0:
                 self.children[node, token] = len(self.p)
-                self.p.append(p * share)
+                self.p.append(p * min(share, 1.0))  # rounding must not make a child more probable than its parent
                 self.parents.append(node)
                 self.tokens.append(token)
 
