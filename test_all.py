@@ -588,7 +588,7 @@ def test_exact_lookahead_on_a_bundled_model(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype, prompts", [(torch.float32, 60), (torch.bfloat16, 200)])
+@pytest.mark.parametrize("dtype, prompts", [(torch.float32, 200), (torch.bfloat16, 200)])
 def test_exact_lookahead_on_tiny(dtype, prompts):
     assert exact_on_prompts("tiny", dtype, prompts, 128) > 1.5
 
@@ -2264,15 +2264,15 @@ def test_sampled_lookahead_is_identical_on_a_bundled_model():
 
 @pytest.mark.slow
 def test_lookahead_is_identical_on_nano():
-    assert identical_on_prompts("nano", 60, 96, (4, 16), [Greedy(), Sampler(0.8, top_k=40, seed=2)]) <= 16
+    assert identical_on_prompts("nano", 30, 96, (4, 16), [Greedy(), Sampler(0.8, top_k=40, seed=2)]) <= 16
 
 
 @pytest.mark.slow
 def test_lookahead_is_identical_on_tiny():
     ties = identical_on_prompts(
-        "tiny", 30, 96, (4, "auto", 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
+        "tiny", 20, 96, (4, "auto", 40), [Greedy(), Sampler(1.0, seed=5), Sampler(0.7, top_p=0.9, seed=6)]
     )
-    assert ties <= 12  # of 1,080 runs
+    assert ties <= 9  # of 720 runs
 
 
 @pytest.mark.slow
