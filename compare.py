@@ -25,7 +25,7 @@ from trie import TokenTrie
 
 
 class Blind:
-    """A drafter that is not shown the noise."""
+    """A drafter that is not shown the noise (and gets no picks: not for Jacobi)."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter

@@ -150,7 +150,8 @@ def search(model: Any, prompt_ids: Sequence[int], reward: Reward | None, **setti
     """The best text that a search finds. Deterministic: the same arguments, the same text.
 
     reward          reward(text, finished) -> 0 to 1; 0 for an unfinished text cuts it off. None: likelihood only
-    max_nodes       rows to spend behind the prompt (512)
+    max_nodes       rows to spend behind the prompt (512). A tree that is read to its end stops at 8 times as many
+                    simulations
     max_new_tokens  of a text (128). With stop_ids, a text cut short by this or by the context gets reward 0
     stop_ids        tokens that finish a text (none: texts finish at max_new_tokens)
     playout         "greedy": the most probable children that are not lost; "sample": drawn by probability; "none"

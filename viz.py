@@ -155,7 +155,7 @@ def draw_beam(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
     beams, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("num_beams", "strategy"))
     figure, panels = plt.subplots(1, 2, figsize=(10, 0.5 * len(rows) + 1.6), sharey=True)
     for axes, key, label in zip(
-        panels, ("steps_per_s", "used_mb"), ("tokens per second", "MB of caches in use, at most")
+        panels, ("steps_per_s", "used_mb"), ("steps per second", "MB of caches in use, at most")
     ):
         for i, num_beams in enumerate(beams):
             mine = {row["strategy"]: row[key] for row in rows if row["num_beams"] == num_beams}
