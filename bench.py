@@ -56,7 +56,7 @@ from cost import bounds, bytes_read, forward_of, load_model, median_seconds, wit
 from lookahead import generate
 from model import GPT
 from options import Parser
-from replay import BINS, growth, print_table, read_pairs, replay, write_csv
+from replay import growth, print_table, read_pairs, replay, write_csv
 from sampling import Sampler
 from speed import compete, starting
 from steer import add_commands, compete_formulas, compete_search
@@ -104,12 +104,13 @@ def run_replay(args: argparse.Namespace) -> int:
     print(f"\nReplay of {count} responses of {Path(args.responses).name} after {warm} to warm the trie:\n")
     print_table(rows)
     if args.out:
-        import viz
+        import plots
 
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         write_csv(rows, out / "replay.csv")
-        pictures = viz.draw_replay(rows, BINS, out, f"replay of {count} responses after {warm}")
+        drawn = plots.draw_replay(rows, f"replay of {count} responses after {warm}")
+        pictures = [picture.save(out / f"{name}.png") for name, picture in drawn.items()]
         print("\nWritten: " + ", ".join(str(path) for path in (out / "replay.csv", *pictures)))
     return 0
 
@@ -137,7 +138,7 @@ def run_cost(args: argparse.Namespace) -> int:
         progress(args, f"{n} rows behind {prefix} tokens: {1e3 * ours:.2f} ms")
     about = describe(args, model) | {"read_gb_per_s": bandwidth / 1e9, "gflop_per_s": rate / 1e9}
     heading = f"Forward passes of {args.model} ({machine(about)}):"
-    return report(args, "cost", heading, rows, about, lambda viz, out: viz.draw_cost(rows, out, heading))
+    return report(args, "cost", heading, rows, about, lambda plots: plots.draw_costs(rows, heading))
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def run_growth(args: argparse.Namespace) -> int:
     rows = growth(args.tokens, args.budget, args.mode, **bound_of(args))
     about = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "budget": args.budget}
     heading = f"A trie as it grows, {args.mode}, budget {args.budget}, random text ({about['machine']}):"
-    return report(args, "growth", heading, rows, about, lambda viz, out: viz.draw_growth(rows, out, heading))
+    return report(args, "growth", heading, rows, about, lambda plots: {"growth": plots.draw_growth(rows, heading)})
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def run_speed(args: argparse.Namespace) -> int:
     if replayed:
         kind = f"{'random tokens' if args.random else 'recorded responses'}, real forwards"
     heading = f"{args.model}, {len(asked)} problems, {kind}, trie warmed with {len(warm)} ({machine(about)}):"
-    return report(args, "speed", heading, rows, about, lambda viz, out: viz.draw_speed(rows, out, heading))
+    return report(args, "speed", heading, rows, about, lambda plots: {"speed": plots.draw_speed(rows, heading)})
 
 
 # --- drafters and rounding --------------------------------------------------------------------------------------------
@@ -223,7 +224,9 @@ def run_drafters(args: argparse.Namespace) -> int:
     about |= {"draft_model": args.draft_model, "temperature": args.temperature, "budget": args.budget}
     kind = f"temperature {args.temperature:g}" if args.temperature else "greedy"
     heading = f"{args.model}, {len(asked)} problems, {kind}, budget {args.budget} ({machine(about)}):"
-    return report(args, "drafters", heading, rows, about, lambda viz, out: viz.draw_drafters(rows, out, heading))
+    return report(
+        args, "drafters", heading, rows, about, lambda plots: {"drafters": plots.draw_drafters(rows, heading)}
+    )
 
 
 def run_acceptance(args: argparse.Namespace) -> int:
@@ -243,7 +246,7 @@ def run_acceptance(args: argparse.Namespace) -> int:
         progress(args, f"temperature {temperature:g}: done")
     about = describe(args, model) | {"problems": len(asked), "draft_model": args.draft_model}
     heading = f"One token drafted by {args.draft_model} for {args.model}: how often it stands ({machine(about)}):"
-    return report(args, "acceptance", heading, rows, about, lambda viz, out: [])
+    return report(args, "acceptance", heading, rows, about, lambda plots: {})
 
 
 def run_parting(args: argparse.Namespace) -> int:
@@ -257,7 +260,7 @@ def run_parting(args: argparse.Namespace) -> int:
     )  # fmt: skip
     about = describe(args, model) | {"problems": len(asked), "remarks": remarks}
     heading = f"{args.model}, plain decoding against lookahead, {len(asked)} problems ({machine(about)}):"
-    return report(args, "parting", heading, rows, about, lambda viz, out: [])
+    return report(args, "parting", heading, rows, about, lambda plots: {})
 
 
 # --- beam -------------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ def run_beam(args: argparse.Namespace) -> int:
         rows += more
     about = describe(args, model) | {"problems": len(prompts), "warm": len(warm), "skipped": skipped}
     heading = f"Beam search, {args.model}, {len(prompts)} problems, trie warmed with {len(warm)} ({machine(about)}):"
-    return report(args, "beam", heading, rows, about, lambda viz, out: viz.draw_beam(rows, out, heading))
+    return report(args, "beam", heading, rows, about, lambda plots: {"beam": plots.draw_beam(rows, heading)})
 
 
 # --- search and formulas ----------------------------------------------------------------------------------------------
@@ -297,7 +300,7 @@ def run_steer(args: argparse.Namespace) -> int:
         rows = compete_formulas(model, args.problems, seed=args.seed, progress=told)
     about = describe(args, model)
     heading = f"{args.command}, {args.model}, {args.problems} problems ({machine(about)}):"
-    return report(args, args.command, heading, rows, about, lambda viz, out: [])
+    return report(args, args.command, heading, rows, about, lambda plots: {})
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -320,7 +323,7 @@ def machine(about: dict) -> str:
 
 
 def report(
-    args: argparse.Namespace, name: str, heading: str, rows: list[dict], about: dict, draw: Callable[..., list[Path]]
+    args: argparse.Namespace, name: str, heading: str, rows: list[dict], about: dict, draw: Callable[..., dict]
 ) -> int:
     """JSON, or a table, raw rows and a picture."""
     if args.json:
@@ -339,7 +342,7 @@ def report(
         for line in about.get(title, ()):
             print(f"\n{title}: {line}" if line == about[title][0] else f"         {line}")
     if args.out:
-        import viz
+        import plots
 
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -347,7 +350,7 @@ def report(
             writer = csv.DictWriter(file, fieldnames=heads)
             writer.writeheader()
             writer.writerows(rows)
-        pictures = draw(viz, out)
+        pictures = [picture.save(out / f"{kind}.png") for kind, picture in draw(plots).items()]
         print("\nWritten: " + ", ".join(str(path) for path in (out / f"{name}.csv", *pictures)))
     return 0
 

@@ -1,173 +1,305 @@
-"""Pictures. Anything may be drawn here; nothing depends on it."""
+"""Pictures of a decode: the trie, a draft tree, its mask, the cache, the text, the pace.
 
-from collections.abc import Sequence
-from pathlib import Path
+Each is one call on what `decode` and `generate` return, and gives a `Picture` (picture.py): a notebook shows it,
+`print` writes its twin in words, `save` makes an SVG or PNG. `decode` turns ids into text (a tokenizer's method);
+`dark=True` is for dark pages. beamviz.py does the same for beam search, plots.py for benchmarks.
+
+Long things are cut, and the picture says so: a lecture hall reads thirty boxes, not three hundred.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
+from beamviz import draw_beam_slots, draw_beams  # noqa: F401  (so that all pictures of a run are found here)
+from lookahead import Generation, Step
+from picture import (
+    CHAR,
+    DASHES,
+    MARKS,
+    Decode,
+    Item,
+    Picture,
+    box,
+    canvas,
+    draw_tree,
+    label,
+    legend,
+    plot,
+    theme_of,
+    tree_size,
+    write,
+)
+from plots import draw_cost  # noqa: F401
+from tree import DraftTree
 
-matplotlib.use("Agg")  # files, no windows
-from matplotlib import pyplot as plt
-
-COLOURS = {"best-first": "#0b6e4f", "hierarchical": "#c8553d", "parallel": "#5b7db1", "single": "#9a8c98"}
+MOST_NODES, MOST_DEPTH = 32, 14  # of a tree that is drawn
 
 
-def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+def draw_trie(
+    trie: Any, context: Sequence[int], decode: Decode, *, depth: int = 3, width: int = 4, dark: bool = False
+) -> Picture:
+    """What the outputs in a TokenTrie say after `context`: below its longest suffix that was ever continued, the
+    `width` most frequent followers of each node, `depth` levels deep. Numbers are counts; so are the lines' widths.
 
-
-def draw_replay(rows: Sequence[Any], edges: Sequence[float], out: Path, title: str) -> list[Path]:
-    """What `bench.py replay` measured (its Rows): tokens per step by budget, accepted lengths, and how honest the
-    estimated probabilities are (if a mode has any). Returns the files written.
+    Raises ValueError for a depth or width below 1.
     """
-    modes = list(dict.fromkeys(row.mode for row in rows))
-    pictures = []
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for mode in modes:
-        mine = sorted((row for row in rows if row.mode == mode), key=lambda row: row.nodes_per_step)
-        x, y = [row.nodes_per_step for row in mine], [row.tokens_per_step for row in mine]
-        axes.plot(x, y, "o-", color=COLOURS[mode], label=mode)
-        axes.annotate(f"{y[-1]:.2f}", (x[-1], y[-1]), textcoords="offset points", xytext=(6, -3), color=COLOURS[mode])
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate("plain decoding", (axes.get_xlim()[1], 1.0), textcoords="offset points", xytext=(-80, 4), fontsize=8)
-    axes.set_xlabel("nodes drafted per step (mean)")
-    axes.set_ylabel("tokens per step")
-    axes.set_title(f"Tokens per step against budget\n({title})", fontsize=10)
-    axes.margins(x=0.1)
-    axes.legend()
-    pictures.append(_save(figure, out / "replay_tokens_per_step.png"))
-
-    budget = max(row.budget for row in rows)
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    shown = [row for row in rows if row.budget == budget]
-    for i, row in enumerate(shown):
-        total = sum(row.lengths)
-        width = 0.8 / len(shown)
-        at = [n + (i - (len(shown) - 1) / 2) * width for n in range(len(row.lengths))]
-        axes.bar(at, [n / total for n in row.lengths], width, color=COLOURS[row.mode], label=row.mode)
-    axes.set_xlim(-0.6, 10.6)
-    axes.set_xlabel("drafted tokens accepted in a step")
-    axes.set_ylabel("share of steps")
-    axes.set_title(f"Accepted lengths at a budget of {budget}\n({title})", fontsize=10)
-    axes.legend()
-    pictures.append(_save(figure, out / "replay_accepted_lengths.png"))
-
-    honest = [row for row in rows if any(n >= 200 for n, _, _ in row.bins)]  # of fewer nodes a share says little
-    if honest:
-        figure, axes = plt.subplots(figsize=(5.5, 5))
-        axes.plot([0.003, 1], [0.003, 1], color="black", linewidth=0.8, label="estimated = accepted")
-        axes.fill_between([0.003, 1], [0.003 / 1.25, 1 / 1.25], [0.003 * 1.25, 1.25], color="black", alpha=0.08, lw=0)
-        for row, marker in zip(honest, "osD^v*" * len(honest)):
-            points = [(p / n, accepted / n) for n, p, accepted in row.bins if n >= 200]
-            axes.plot(*zip(*points), marker, color=COLOURS[row.mode], alpha=0.7, label=f"budget {row.budget}")
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlim(0.003, 1.1)
-        axes.set_ylim(0.003, 1.1)
-        axes.set_xlabel("estimated probability (mean of a bin)")
-        axes.set_ylabel("share accepted")
-        axes.set_title(f"Are the estimates honest? Grey: within a factor 1.25\n({title})", fontsize=10)
-        axes.legend()
-        pictures.append(_save(figure, out / "replay_reliability.png"))
-    return pictures
+    if depth < 1 or width < 1:
+        raise ValueError(f"depth and width must be 1 or more, not {depth} and {width}")
+    theme = theme_of(dark)
+    recent = list(context)[-(trie.max_depth - 1) :]
+    suffix = next((recent[i:] for i in range(len(recent)) if trie.outputs.find(recent[i:])), [])
+    top = trie.outputs.find(suffix)
+    root = " ".join(label(token, decode) for token in suffix) or "(anything)"
+    items: list[Item] = []
+    level, left_out = [(top, -1)], 0
+    for _ in range(depth):
+        below = []
+        for node, number in level:
+            children = sorted(node.items(), key=lambda entry: (-entry[1].count, entry[0]))
+            left_out += len(children[width:])
+            for token, child in children[:width]:
+                share = child.count / max(top.total, 1)
+                items.append(Item(label(token, decode), number, str(child.count), width=0.6 + 7 * share))
+                below.append((child, len(items) - 1))
+        level = below
+    more = f"; {left_out:,} rarer ones are not shown" if left_out else ""
+    title = f"after {root!r}: {top.total:,} continuations by {len(top):,} different tokens{more}"
+    if not items:
+        title = "the trie knows nothing that followed this text"
+    room = tree_size(root, items)
+    figure, axes = canvas(max(room[0] + 1, CHAR * len(title) + 1), room[1] + 2.2, theme)
+    write(axes, 0.5, 0.8, title, theme.ink)
+    draw_tree(axes, 0.5, 1.6, root, items, theme)
+    return Picture(figure, "\n".join([title, *_indented(items)]))
 
 
-def draw_cost(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """T(n) against F.linear and the two bounds; with several prefixes also T by prefix."""
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    prefixes, widths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("prefix", "rows"))
-    first = [row for row in rows if row["prefix"] == prefixes[0]]
-    axes.plot(widths, [row["f_linear_ms"] for row in first], "o-", color="#9a8c98", label="the same with F.linear")
-    axes.plot(widths, [row["ms"] for row in first], "o-", color="#0b6e4f", label="this repository")
-    bound = [max(row["read_bound_ms"], row["compute_bound_ms"]) for row in first]
-    axes.plot(widths, bound, "--", color="black", linewidth=1, label="bound: reading weights, then arithmetic")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"rows of the forward pass (1 + drafted nodes), behind {prefixes[0]} tokens")
-    axes.set_ylabel("milliseconds")
-    axes.set_title(title.replace(" (", "\n("), fontsize=8)
-    axes.legend()
-    pictures = [_save(figure, out / "cost.png")]
-    if len(prefixes) > 1:
-        figure, axes = plt.subplots(figsize=(7, 4.5))
-        for n in widths:
-            times = [row["ms"] for row in rows if row["rows"] == n]
-            axes.plot(prefixes, times, "o-", label=f"{n} row{'s' * (n > 1)}")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("tokens in the cache")
-        axes.set_ylabel("milliseconds")
-        axes.set_title(title.replace(" (", "\n("), fontsize=8)
-        axes.legend(fontsize=8)
-        pictures.append(_save(figure, out / "cost_by_prefix.png"))
-    return pictures
+def draw_draft(step: Step | DraftTree, decode: Decode, *, dark: bool = False) -> Picture:
+    """The draft tree of a Step: thick and filled what was accepted, dotted what was rejected, above each node the
+    estimated probability that it is accepted. Of a bare DraftTree nothing is known yet, so nothing is marked.
+    """
+    theme = theme_of(dark)
+    tree, accepted, emitted = (
+        (step, [], None) if isinstance(step, DraftTree) else (step.draft, step.accepted, step.tokens)
+    )
+    items, left_out = tree_items(tree, decode, None if emitted is None else accepted)
+    title = f"{len(tree)} nodes drafted" + (f", {left_out} of them not shown" if left_out else "")
+    if emitted is not None:
+        title += f", {len(accepted)} accepted; emitted: " + " ".join(label(token, decode) for token in emitted)
+    room = tree_size("(root)", items)
+    figure, axes = canvas(max(room[0] + 1, CHAR * len(title) + 1), room[1] + 2.2, theme)
+    write(axes, 0.5, 0.8, title, theme.ink)
+    draw_tree(axes, 0.5, 1.6, "(root)", items, theme)
+    return Picture(figure, f"{title}\n{tree.render(decode, accepted)}")
 
 
-def draw_growth(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """Microseconds to insert a token and to make a draft, by tokens inserted."""
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    x = [row["tokens"] for row in rows]
-    axes.plot(x, [row["retrieve_us"] for row in rows], "o-", color="#0b6e4f", label="to make a draft")
-    axes.plot(x, [row["insert_us"] for row in rows], "o-", color="#c8553d", label="to insert a token")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("tokens inserted")
-    axes.set_ylabel("microseconds")
-    axes.set_title(title.replace(" (", "\n("), fontsize=8)
-    axes.legend()
-    return [_save(figure, out / "growth.png")]
+def tree_items(tree: DraftTree, decode: Decode, accepted: Sequence[int] | None) -> tuple[list[Item], int]:
+    """The nodes of a draft tree that are drawn, and how many are not: the first MOST_NODES (the most probable, if a
+    trie made it) and the accepted ones, down to MOST_DEPTH. `accepted` None: not verified yet."""
+    kept = set(accepted or ())
+    shown = [n for n in range(len(tree)) if (n < MOST_NODES or n in kept) and tree.depths[n] <= MOST_DEPTH]
+    new = {-1: -1} | {node: i for i, node in enumerate(shown)}
+    items = []
+    for node in shown:
+        style = "plain" if accepted is None else "kept" if node in kept else "freed"
+        note = f"{tree.probs[node]:.2f}" if tree.probs else ""
+        width = 2.5 if style == "kept" else 1.2
+        items.append(Item(label(tree.tokens[node], decode), new[tree.parents[node]], note, style, width))
+    return items, len(tree) - len(shown)
 
 
-def draw_speed(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """Tokens per second of all decoders."""
-    figure, axes = plt.subplots(figsize=(7, 0.4 * len(rows) + 1.4))
-    names = [row["decoder"] for row in rows][::-1]
-    speeds = [row["tokens_per_s"] for row in rows][::-1]
-    colours = [
-        "#0b6e4f" if name.startswith("lookahead") else "#5b7db1" if name == "plain" else "#9a8c98" for name in names
+def _indented(items: Sequence[Item]) -> list[str]:
+    """A line for each item, below its parent."""
+    children: list[list[int]] = [[] for _ in range(len(items) + 1)]
+    for node, item in enumerate(items):
+        children[item.parent].append(node)
+    lines, stack = [], [(node, 1) for node in reversed(children[-1])]
+    while stack:
+        node, depth = stack.pop()
+        lines.append(f"{'  ' * depth}{items[node].text}  {items[node].note}")
+        stack += [(child, depth + 1) for child in reversed(children[node])]
+    return lines
+
+
+def draw_mask(tree: DraftTree, decode: Decode, *, prefix: Sequence[int] = (), dark: bool = False) -> Picture:
+    """A draft tree and the mask of the forward that verifies it, side by side: row i + 1 is node i, and sees (x) the
+    root, its ancestors and itself. `prefix`: the last tokens before the root, as columns that everybody sees.
+    """
+    theme = theme_of(dark)
+    size = min(len(tree), MOST_NODES - 8)
+    part = tree.trim(max(tree.depths, default=0), size)
+    items, _ = tree_items(part, decode, None)
+    names = ["(root)", *(label(token, decode) for token in part.tokens)]
+    above = [*(label(token, decode) for token in prefix), *names]
+    seen = [[1] * len(prefix) + row for row in part.mask().int().tolist()]
+    room, side, high = tree_size("(root)", items), CHAR * max(map(len, names)) + 0.5, CHAR * max(map(len, above)) + 0.6
+    left, top = room[0] + 1.8 + side, 1.4 + high
+    title = f"{len(tree)} nodes: {len(tree) + 1} rows" + (f", the first {size + 1} shown" if size < len(tree) else "")
+    figure, axes = canvas(
+        max(left + len(above) + 0.6, CHAR * len(title) + 1), max(room[1] + 1.6, top + len(names)) + 0.6, theme
+    )
+    write(axes, 0.5, 0.8, title, theme.ink)
+    draw_tree(axes, 0.5, 1.4, "(root)", items, theme)
+    for column, name in enumerate(above):
+        colour = theme.quiet if column < len(prefix) else theme.ink
+        write(axes, left + column + 0.5, top - 0.2, name, colour, 9, rotation=90, ha="center", va="bottom")
+    for row, (name, sees) in enumerate(zip(names, seen)):
+        write(axes, left - 0.3, top + row + 0.5, name, theme.ink, ha="right")
+        for column, yes in enumerate(sees):
+            style = "plain" if column < len(prefix) else "kept" if yes else "freed"
+            box(axes, left + column + 0.08, top + row + 0.08, 0.84, 0.84, style, theme)
+            if yes:
+                write(axes, left + column + 0.5, top + row + 0.5, "x", theme.ink, ha="center")
+    widest = max(map(len, names))
+    lines = [f"{name:>{widest}}  " + " ".join(".x"[yes] for yes in row) for name, row in zip(names, seen)]
+    columns = f"columns: {' '.join(above)}"
+    return Picture(figure, "\n".join([title, *lines, columns]))
+
+
+SLOTS = {
+    ".": "before this pass",
+    "R": "root",
+    "+": "accepted, stays",
+    "<": "accepted, moves left",
+    "x": "rejected, freed",
+}
+
+
+def slots_of(step: Step) -> str:
+    """A character (of SLOTS) for each cache slot that is in use while this step's forward runs.
+
+    A prefill's are all of its prompt. Later, with position = the first emitted token's, slot position - 1 is the root's
+    and node i has the slot i places behind it + 1; the accepted path is moved to the slots right behind the root.
+    """
+    if step.prefill:
+        return "+" * step.position
+    nodes = ["x"] * len(step.draft)
+    for place, node in enumerate(step.accepted):
+        nodes[node] = "+" if node == place else "<"
+    return "." * (step.position - 1) + "R" + "".join(nodes)
+
+
+def draw_slots(
+    generation: Generation | Sequence[Step], *, most: int = 12, before: int = 6, dark: bool = False
+) -> Picture:
+    """The cache over time: a line for each pass (`most` at most), a square for each slot. A line shows what the pass
+    found there and wrote; what moves left or is freed is gone on the next line. Of the slots that all of the passes
+    find in use the last `before` are drawn.
+    """
+    theme = theme_of(dark)
+    steps = [generation.prefill, *generation.steps] if isinstance(generation, Generation) else list(generation)
+    if not steps or any(not step.tokens for step in steps):
+        raise ValueError("there is no pass to draw: this text ended before its first token")
+    shown, rows = steps[:most], [slots_of(step) for step in steps[:most]]
+    first = max(min(step.position - (not step.prefill) for step in shown) - before, 0)
+    widest = max(len(row) for row in rows)
+    cut = f", the first {len(shown)} of {len(steps)} passes" if len(steps) > most else ""
+    title = f"cache slots {first} to {widest - 1}{cut}"
+    names = ["prefill" if step.prefill else f"pass {i}" for i, step in enumerate(shown, not shown[0].prefill)]
+    left, top, cell = 3.2, 2.6, 0.8
+    width = max(left + (widest - first) * cell + 0.6, 30)
+    figure, axes = canvas(width, top + len(rows) + 2.6, theme)
+    write(axes, 0.5, 0.8, title, theme.ink)
+    for slot in range(first, widest):
+        if slot % 5 == 0:
+            write(axes, left + (slot - first + 0.5) * cell, top - 0.5, str(slot), theme.quiet, 9, ha="center")
+    marks = {".": ("plain", ""), "R": ("plain", "R"), "+": ("kept", "+"), "<": ("kept", "<"), "x": ("freed", "x")}
+    for line, (name, row) in enumerate(zip(names, rows)):
+        write(axes, left - 0.3, top + line + 0.5, name, theme.ink, ha="right")
+        for slot in range(first, len(row)):
+            style, mark = marks[row[slot]]
+            x = left + (slot - first) * cell
+            box(axes, x + 0.05, top + line + 0.1, cell - 0.1, 0.8, style, theme)
+            write(axes, x + cell / 2, top + line + 0.5, mark, theme.ink, 9, ha="center")
+    x, y = left, top + len(rows) + 1.1
+    for (style, mark), meaning in zip(marks.values(), SLOTS.values()):
+        if x + 1 + CHAR * len(meaning) > width:
+            x, y = left, y + 1
+        box(axes, x, y - 0.4, cell - 0.1, 0.8, style, theme)
+        write(axes, x + cell / 2, y, mark, theme.ink, 9, ha="center")
+        write(axes, x + cell + 0.2, y, meaning, theme.quiet, 9)
+        x += cell + 1 + CHAR * len(meaning)
+    lines = [f"{name:>8}  {row[first:]}" for name, row in zip(names, rows)]
+    key = ", ".join(f"{mark} {meaning}" for mark, meaning in SLOTS.items())
+    return Picture(figure, "\n".join([title, *lines, key]))
+
+
+def draw_text(generation: Generation, decode: Decode, *, columns: int = 76, dark: bool = False) -> Picture:
+    """The text, its background by the step that emitted each token (four in turn); underlined is what was drafted and
+    accepted, the rest is the model's own pick behind it. A small number says how many tokens a step emitted.
+    """
+    theme = theme_of(dark)
+    runs: list[tuple[int, bool, str]] = []  # (number of the step, drafted, text)
+    tokens, written = [], ""
+    for number, step in enumerate([generation.prefill, *generation.steps]):
+        for i, token in enumerate(step.tokens):
+            tokens.append(token)
+            whole = decode(tokens).rstrip("\ufffd")  # half a character waits for its other half
+            runs.append((number, i < len(step.accepted), whole[len(written) :]))
+            written = whole
+    lines: list[list[tuple[int, int, bool, str]]] = [[]]  # of each line: (column, step, drafted, text)
+    column = 0
+    for number, drafted, text in runs:
+        for i, part in enumerate(text.split("\n")):
+            if i or column + len(part) > columns:
+                lines.append([])
+                column = 0
+            if part:
+                lines[-1].append((column, number, drafted, part))
+            column += len(part)
+    steps = len(generation.steps)
+    title = f"{len(generation.tokens)} tokens, {steps + 1} passes"
+    title += f", {generation.tokens_per_step:.2f} tokens per step" if steps else ""
+    figure, axes = canvas(CHAR * columns + 1, 2.2 + 1.5 * len(lines), theme)
+    write(axes, 0.5, 0.8, title, theme.ink)
+    begun = -1
+    for row, line in enumerate(lines):
+        y = 2.2 + 1.5 * row
+        for at, number, drafted, part in line:
+            x, wide = 0.5 + CHAR * at, CHAR * len(part)
+            box(axes, x, y - 0.5, wide, 1.0, "plain", theme)
+            axes.patches[-1].set(facecolor=theme.tints[number % len(theme.tints)], linewidth=0, boxstyle="square,pad=0")
+            write(axes, x, y, part, theme.ink, size=10 * CHAR / 0.2785)
+            if drafted:
+                axes.plot([x, x + wide], [y + 0.42, y + 0.42], color=theme.kept, linewidth=1.6, zorder=3)
+            if number != begun:
+                axes.plot([x, x], [y - 0.5, y + 0.5], color=theme.ink, linewidth=0.8, zorder=3)
+                begun = number
+    words = [
+        "[" + "".join(t for _, drafted, t in part if drafted) + "|" + "".join(t for _, d, t in part if not d) + "]"
+        for part in (list(run) for _, run in itertools.groupby(runs, key=lambda run: run[0]))
     ]
-    bars = axes.barh(names, speeds, color=colours)
-    axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
-    axes.set_xlabel("tokens per second")
-    axes.set_title(title.replace(" (", "\n("), fontsize=8)
-    axes.margins(x=0.1)
-    return [_save(figure, out / "speed.png")]
+    return Picture(figure, f"{title}; [drafted and accepted|the model's own pick]\n{''.join(words)}")
 
 
-def draw_drafters(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """Tokens per step and tokens per second of every source of drafts, side by side."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.4 * len(rows) + 1.4), sharey=True)
-    names = [row["drafter"] for row in rows][::-1]
-    for axes, key, label in zip(panels, ("tokens_per_step", "tokens_per_s"), ("tokens per step", "tokens per second")):
-        values = [row[key] for row in rows][::-1]
-        bars = axes.barh(names, values, color=["#5b7db1" if name == "plain" else "#0b6e4f" for name in names])
-        axes.bar_label(bars, fmt="%.2f" if key == "tokens_per_step" else "%.0f", padding=3, fontsize=8)
-        axes.set_xlabel(label)
-        axes.margins(x=0.15)
-    figure.suptitle(title.replace(" (", "\n("), fontsize=8)
-    return [_save(figure, out / "drafters.png")]
-
-
-def draw_beam(rows: Sequence[dict], out: Path, title: str) -> list[Path]:
-    """Steps per second and memory of all strategies, a bar for each number of beams."""
-    beams, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("num_beams", "strategy"))
-    figure, panels = plt.subplots(1, 2, figsize=(10, 0.5 * len(rows) + 1.6), sharey=True)
-    for axes, key, label in zip(
-        panels, ("steps_per_s", "used_mb"), ("steps per second", "MB of caches in use, at most")
-    ):
-        for i, num_beams in enumerate(beams):
-            mine = {row["strategy"]: row[key] for row in rows if row["num_beams"] == num_beams}
-            at = [-j - 0.8 * i / len(beams) for j in range(len(names))]
-            colour = ("#0b6e4f", "#5b7db1", "#c8553d", "#9a8c98")[i % 4]
-            bars = axes.barh(
-                at, [mine[name] for name in names], 0.7 / len(beams), color=colour, label=f"{num_beams} beams"
-            )
-            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-        axes.set_yticks([-j - 0.4 * (len(beams) - 1) / len(beams) for j in range(len(names))], names)
-        axes.set_xlabel(label)
-        axes.margins(x=0.15)
-    panels[1].legend(fontsize=8)
-    figure.suptitle(title.replace(" (", "\n("), fontsize=8)
-    return [_save(figure, out / "beam.png")]
+def draw_pace(generations: Mapping[str, Generation], *, dark: bool = False) -> Picture:
+    """How several decodes went on: tokens over forward passes (left) and over seconds (right); steps' times only, so
+    that whatever a caller did between them does not count.
+    """
+    if not generations:
+        raise ValueError("give at least one generation, as {name: generation}")
+    theme = theme_of(dark)
+    figure, (left, right) = plot(9, 3.6, theme, 2)
+    lines = []
+    for number, (name, generation) in enumerate(generations.items()):
+        steps = [generation.prefill, *generation.steps]
+        tokens = [0, *itertools.accumulate(len(step.tokens) for step in steps)]
+        seconds = [0.0, *itertools.accumulate(sum(step.seconds) for step in steps)]
+        rate = tokens[-1] / seconds[-1] if seconds[-1] else 0.0
+        look = {
+            "color": theme.series[number % len(theme.series)], "linestyle": DASHES[number % len(DASHES)],
+            "marker": MARKS[number % len(MARKS)], "markevery": max(len(steps) // 8, 1), "markersize": 4,
+        }  # fmt: skip
+        left.plot(range(len(tokens)), tokens, label=f"{name}: {generation.tokens_per_step:.2f} tokens per step", **look)
+        right.plot(seconds, tokens, label=f"{name}: {rate:.0f} tokens/s", **look)
+        lines.append(
+            f"{name}: {tokens[-1]} tokens in {len(steps)} passes, {generation.tokens_per_step:.2f} per step, "
+            f"{rate:.0f} per second"
+        )
+    for axes, unit in ((left, "forward passes"), (right, "seconds")):
+        axes.set_xlabel(unit)
+        axes.set_ylabel("tokens")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        legend(axes, theme, loc="lower right")
+    return Picture(figure, "\n".join(lines))
