@@ -4329,7 +4329,7 @@ def test_notebook_runs_from_top_to_bottom(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_stored_as_it_ran(path):
-    """With outputs, without errors, run once from top to bottom; nothing of the machine that it ran on; not too large."""
+    """With outputs, without errors, run once from top to bottom; no paths of the machine that it ran on; not large."""
     cells = [cell for cell in cells_of(path) if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
@@ -4371,7 +4371,7 @@ def test_notebook_has_its_parts(path):
 
 
 def test_what_is_said_about_notebooks_leads_somewhere():
-    """ "notebook 03, section 2", wherever it stands, names a section that exists."""
+    """Wherever it says "notebook 03, section 2", there is such a section."""
     sections = {
         path.name[:2]: set(re.findall(r"(?m)^## (\d+)\.", "\n".join(cell["source"] for cell in cells_of(path))))
         for path in NOTEBOOKS
@@ -4417,10 +4417,10 @@ def test_exercises_are_stored_unsolved():
         assert cells[cell]["source"] != solution.strip() and "return ..." in cells[cell]["source"], number
 
 
-# For each exercise plausible solutions that are wrong, and a piece of what must be said about them. `SOLUTION` stands
-# for the right one, in which a piece is replaced.
+# For each exercise plausible solutions that are wrong: what is replaced in the right one, by what, and a part of what
+# must be said about it.
 WRONG: dict[int, list[tuple[str, str, str]]] = {
-    1: [  # (what is replaced in the solution, by what, part of the message)
+    1: [
         ("mask[node + 1] = mask[parent + 1]", "mask[node + 1, [0, parent + 1]] = True", "row 3 should be"),
         ("mask[node + 1] = mask[parent + 1]", "mask[node + 1, : node + 1] = True", "row 4 should be"),
         ("mask[0, 0] = True", "pass", "row 0 should be [1]"),
@@ -4433,7 +4433,8 @@ WRONG: dict[int, list[tuple[str, str, str]]] = {
         ("picks[node + 1]", "picks[node]", "it should be"),
         (".get(picks[node + 1])", ".get(picks[node])", "it should be"),
         ("accepted.append(child)", "accepted.append(draft.tokens[child])", "it should be"),
-        ("draft.children[node].get(picks[node + 1])", "next(iter(draft.children[node].values()), None)", "it should be"),
+        ("draft.children[node].get(picks[node + 1])", "next(iter(draft.children[node].values()), None)",
+         "it should be"),
         ("accepted.append(child)", "accepted.append(child)\n        return accepted, tokens", "it should be"),
     ],
     3: [
@@ -4485,14 +4486,15 @@ WRONG: dict[int, list[tuple[str, str, str]]] = {
     ],
     8: [
         ("cache.text(mask[row])", "[token for _, token in sorted(cache.slots[: past + row + 1])]", "a tree"),
-        ("cache.text(mask[row])", "[t for (_, t), seen in zip(cache.slots, mask[row]) if seen][-1:]", "logits of the text"),
+        ("cache.text(mask[row])", "[t for (_, t), seen in zip(cache.slots, mask[row]) if seen][-1:]",
+         "logits of the text"),
         ("wanted = range(q) if rows is None else [int(row) for row in rows]", "wanted = range(q)", "one row"),
         ("past, q = cache.length, len(tokens)", "past, q = 0, len(tokens)", "plain decoding writes"),
         (".tril(past)", "", "logits of the text"),
         ("[(int(position), int(token)) for position, token in zip(positions, tokens)]",
          "[(past + i, int(token)) for i, token in enumerate(tokens)]", ""),
-        ("return SlotText(self.n_ctx if capacity is None else capacity)", "return self.__dict__.setdefault('c', SlotText(40))",
-         ""),
+        ("return SlotText(self.n_ctx if capacity is None else capacity)",
+         "return self.__dict__.setdefault('c', SlotText(40))", ""),
     ],
 }  # fmt: skip
 
