@@ -15,6 +15,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -4283,6 +4284,245 @@ def test_shipped_responses_are_the_models_own():
         stored = [*tokenizer.encode(record["response"]), tokenizer.eot]
         text = tokenizer.decode(t for t in again if t != tokenizer.eot)
         assert text == record["response"] or near_tie(bundled("tiny", torch.float64), prompt, again, stored).gap < 1e-4
+
+
+# --- the notebooks --------------------------------------------------------------------------------------------------
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXERCISES = ROOT / "notebooks" / "08_your_turn.ipynb"
+
+
+def cells_of(path: Path) -> list[dict]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in cells]
+
+
+def printed(cells: list[dict]) -> str:
+    """All that the cells wrote, but for images: streams, values and the text twins of pictures."""
+    found = []
+    for cell in cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            texts = [output.get("text", ""), *(data[kind] for kind in data if kind != "image/png")]
+            found += ["".join(text) for text in texts if not isinstance(text, dict)]
+    return "".join(found)
+
+
+def run_notebook(path: Path, replaced: dict[int, str] | None = None) -> list[dict]:
+    """Executes a notebook top to bottom in a kernel of its own, some cells' sources replaced; raises on any error."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, 4)
+    for number, source in (replaced or {}).items():
+        notebook.cells[number]["source"] = source
+    where = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+    return [dict(cell) for cell in notebook.cells]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs_from_top_to_bottom(path):
+    run_notebook(path)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_stored_as_it_ran(path):
+    """With outputs, without errors, run once from top to bottom; no paths of the machine that it ran on; not large."""
+    cells = [cell for cell in cells_of(path) if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {output["output_type"] for cell in cells for output in cell["outputs"]}
+    assert kinds and "error" not in kinds and printed(cells).strip()
+    text = "\n".join(cell["source"] for cell in cells_of(path)) + printed(cells)
+    for place in (
+        r"/(?:home|root|tmp|work|Users|usr|opt|private)/\w",
+        r"\b[A-Z]:\\\w",
+        "site-packages",
+        r"ipykernel_\d",
+    ):
+        found = re.search(place, text)
+        assert not found, f"a path of some machine: {text[max(found.start() - 40, 0) : found.end() + 40]!r}"
+    assert path.stat().st_size < 1.5e6
+
+
+def test_notebooks_begin_alike():
+    """All have the same setup cell, so each can be opened alone."""
+    assert [path.name[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, len(NOTEBOOKS) + 1)]
+    first = {next(c["source"] for c in cells_of(path) if c["cell_type"] == "code") for path in NOTEBOOKS}
+    assert len(first) == 1 and "sys.path.insert(0, os.getcwd())" in first.pop()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_its_parts(path):
+    cells = cells_of(path)
+    text = "\n".join(cell["source"] for cell in cells if cell["cell_type"] == "markdown")
+    assert cells[0]["source"].startswith(f"# {path.name[:2]} ") and cells[1]["cell_type"] == "code"
+    assert "At its end you can" in cells[0]["source"]
+    assert "\n## Questions to think about" in text and text.count("<details>") == text.count("</details>") > 0
+    headings = re.findall(r"(?m)^## (\d+)\. \S", text)
+    assert headings == [str(n) for n in range(1, len(headings) + 1)] and len(headings) >= 5
+    following = [other for other in NOTEBOOKS if other.name > path.name][:1]
+    links = re.findall(r"(?m)^Next: \[.+\]\((.+)\)\s*$", text)
+    assert links == [other.name for other in following]
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in link and not link.startswith(("#", "attachment:")):
+            assert (path.parent / link.partition("#")[0]).exists(), f"{link} leads nowhere"
+
+
+def test_what_is_said_about_notebooks_leads_somewhere():
+    """Wherever it says "notebook 03, section 2", there is such a section."""
+    sections = {
+        path.name[:2]: set(re.findall(r"(?m)^## (\d+)\.", "\n".join(cell["source"] for cell in cells_of(path))))
+        for path in NOTEBOOKS
+    }
+    texts = {path.name: path.read_text(encoding="utf-8") for path in [*ROOT.glob("*.py"), ROOT / "README.md"]}
+    texts.pop("test_all.py")
+    texts |= {path.name: "\n".join(cell["source"] for cell in cells_of(path)) for path in NOTEBOOKS}
+    said = r"[Nn]otebook\s+(\d\d)(?:\]\([^)]*\))?\)?(?:,\s+sections?\s+(\d+)(?:\s+(?:and|to)\s+(\d+))?)?"
+    for name, text in texts.items():
+        for number, *named in re.findall(said, re.sub(r"\n\s*#?\s*", " ", text)):
+            assert number in sections, f"{name} names notebook {number}"
+            missing = set(filter(None, named)) - sections[number]
+            assert not missing, f"{name} names section {missing} of notebook {number}"
+
+
+def exercises() -> dict[int, tuple[int, str]]:
+    """For each exercise of notebook 08 the number of its stub's cell, and its solution."""
+    found, stub = {}, (0, 0)
+    for number, cell in enumerate(cells_of(EXERCISES)):
+        if cell["cell_type"] == "code" and (first := re.match(r"# Exercise (\d+)\n", cell["source"])):
+            stub = int(first[1]), number
+        for code, exercise in re.findall(r"~~~python\n(# Exercise (\d+)\n.*?)\n~~~\n", cell["source"], re.S):
+            assert stub[0] == int(exercise) and stub[0] not in found, "a solution stands behind its own exercise"
+            found[stub[0]] = stub[1], code
+    assert sorted(found) == list(range(1, 9))
+    return found
+
+
+def verdicts(text: str) -> dict[int, str]:
+    return {int(number): said for number, said in re.findall(r"(?m)^Exercise (\d+): (.*)$", text)}
+
+
+@pytest.mark.slow
+def test_every_solution_of_the_exercises_is_right():
+    cells = run_notebook(EXERCISES, dict(exercises().values()))
+    assert verdicts(printed(cells)) == dict.fromkeys(range(1, 9), "right")
+
+
+def test_exercises_are_stored_unsolved():
+    cells = cells_of(EXERCISES)
+    assert verdicts(printed(cells)) == dict.fromkeys(range(1, 9), "not solved yet")
+    for number, (cell, solution) in exercises().items():
+        assert cells[cell]["source"] != solution.strip() and "return ..." in cells[cell]["source"], number
+
+
+# For each exercise plausible solutions that are wrong: what is replaced in the right one, by what, and a part of what
+# must be said about it.
+WRONG: dict[int, list[tuple[str, str, str]]] = {
+    1: [
+        ("mask[node + 1] = mask[parent + 1]", "mask[node + 1, [0, parent + 1]] = True", "row 3 should be"),
+        ("mask[node + 1] = mask[parent + 1]", "mask[node + 1, : node + 1] = True", "row 4 should be"),
+        ("mask[0, 0] = True", "pass", "row 0 should be [1]"),
+        ("return mask", "return mask[1:, 1:]", "the shape should be (1, 1)"),
+        ("return mask", "return mask.T", "row 0 should be"),
+        ("return mask", "return mask.float()", "torch.bool"),
+    ],
+    2: [
+        ("return accepted, tokens", "return accepted, tokens[:-1]", "it should be"),
+        ("picks[node + 1]", "picks[node]", "it should be"),
+        (".get(picks[node + 1])", ".get(picks[node])", "it should be"),
+        ("accepted.append(child)", "accepted.append(draft.tokens[child])", "it should be"),
+        ("draft.children[node].get(picks[node + 1])", "next(iter(draft.children[node].values()), None)",
+         "it should be"),
+        ("accepted.append(child)", "accepted.append(child)\n        return accepted, tokens", "it should be"),
+    ],
+    3: [
+        ("(logits / temperature + noise)", "(logits + noise)", "it should be token"),
+        ("(logits / temperature + noise)", "((logits + noise) / temperature)", "it should be token"),
+        ("seed, position, len", "seed + position, 0, len", "it should be token"),
+        ("-torch.log(-torch.log(hash_uniform(seed, position, len(logits))))",
+         "-torch.log(hash_uniform(seed, position, len(logits)))", "it should be token"),
+        ("+ noise", "- noise", "it should be token"),
+        ("(logits / temperature + noise).argmax()",
+         "torch.multinomial((logits / temperature).softmax(-1), 1)", "it should be token"),
+    ],
+    4: [
+        ("self.text += tokens", "pass", "tokens per step"),
+        ("for size in (2, 1):", "for size in ():", "tokens per step"),
+        ("copied = self.text[end : end + budget]", "copied = self.text[-1:] * budget", "tokens per step"),
+        ("end + budget]", "end + budget + 1]", "drafts more"),
+        ("return MySession(prompt_ids)",
+         "self.all = getattr(self, 'all', []); s = MySession([]); s.text = self.all; self.all += prompt_ids; return s",
+         "see each other"),
+        ("return DraftTree([], [])", "return []", ""),
+    ],
+    5: [
+        ("rate * seconds(n + 1)", "rate * seconds(max(n, 1))", "it should be"),
+        ("1 + sum(probs[:n]) - rate * seconds(n + 1)", "(1 + sum(probs[:n])) / seconds(n + 1)", "it should be"),
+        ("1 + sum(probs[:n]) - rate * seconds(n + 1)", "sum(probs[:n])", "it should be"),
+        ("max(sizes,", "max(sizes[1:],", "it should be"),
+        ("sum(probs[:n])", "n * probs[0]", "it should be"),
+        ("sum(probs[:n])", "(probs[n - 1] if n else 0)", "it should be"),
+    ],
+    6: [
+        ("(p - q).clamp(min=0)", "p", "distributed as"),
+        ("(p - q).clamp(min=0)", "(p - q).abs()", "distributed as"),
+        ("(p - q).clamp(min=0)", "(q - p).clamp(min=0)", "distributed as"),
+        ("min(1.0, float(p[token] / q[token]))", "float(p[token] / q[token])", "stands is"),
+        ("min(1.0, float(p[token] / q[token]))", "float(p[token] >= q[token])", "distributed as"),
+        ("min(1.0, float(p[token] / q[token]))", "float(torch.minimum(p, q)[token])", "more tokens could stand"),
+        ("return stands, more / more.sum() if more.sum() > 0 else p", "return 0.0, p", "more tokens could stand"),
+        ("more / more.sum() if more.sum() > 0 else p", "more", "no distribution"),
+    ],
+    7: [
+        ("heirs.add(parent)", "pass", "should be"),
+        ("(child, parent)", "(parent, child)", "should be"),
+        ("if old not in heirs", "if old in heirs", "freed caches should be"),
+        ("[old for old in range(count) if old not in heirs]", "[]", "freed caches should be"),
+        ("range(count)", "range(len(parents))", "freed caches should be"),
+        ("enumerate(parents)", "reversed([*enumerate(parents)])", "should be"),
+        ("if parent in heirs", "if parent != child", "should be"),
+    ],
+    8: [
+        ("cache.text(mask[row])", "[token for _, token in sorted(cache.slots[: past + row + 1])]", "a tree"),
+        ("cache.text(mask[row])", "[t for (_, t), seen in zip(cache.slots, mask[row]) if seen][-1:]",
+         "logits of the text"),
+        ("wanted = range(q) if rows is None else [int(row) for row in rows]", "wanted = range(q)", "one row"),
+        ("past, q = cache.length, len(tokens)", "past, q = 0, len(tokens)", "plain decoding writes"),
+        (".tril(past)", "", "logits of the text"),
+        ("[(int(position), int(token)) for position, token in zip(positions, tokens)]",
+         "[(past + i, int(token)) for i, token in enumerate(tokens)]", ""),
+        ("return SlotText(self.n_ctx if capacity is None else capacity)",
+         "return self.__dict__.setdefault('c', SlotText(40))", ""),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_wrong_solutions_of_the_exercises_are_told_so(capsys):
+    """The notebook's code cells run here, unsolved, then solutions with a mistake take the place of stubs."""
+    space: dict[str, Any] = {}
+    grad = torch.is_grad_enabled()
+    try:
+        for cell in [cell for cell in cells_of(EXERCISES) if cell["cell_type"] == "code"][1:]:
+            exec(cell["source"], space)
+        assert verdicts(capsys.readouterr().out) == dict.fromkeys(range(1, 9), "not solved yet")
+        for number, (_, solution) in exercises().items():
+            for old, new, message in [("", "", None), *WRONG[number]]:
+                assert old in solution, f"exercise {number}: the solution has no {old!r}"
+                exec(solution.replace(old, new) if old else solution, space)
+                space["check"](number, space[f"mistake_{number}"])
+                said = verdicts(capsys.readouterr().out)[number]
+                if message is None:
+                    assert said == "right"
+                else:
+                    assert said.startswith("wrong: ") and message in said, f"exercise {number} with {new!r}: {said}"
+    finally:
+        torch.set_grad_enabled(grad)
+
+
+# --- golden files ----------------------------------------------------------------------------------------------------
 
 
 def make_golden() -> None:
