@@ -30,7 +30,7 @@ def check(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} is for beam search: give --num-beams, too")
         return
     for name, usual in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0),
-                        ("compare", False), ("interactive", False)):  # fmt: skip
+                        ("compare", False), ("interactive", False), ("html", None)):  # fmt: skip
         if getattr(args, name) != usual:
             raise ValueError(f"beam search does not go with --{name.replace('_', '-')}: leave it out")
     if args.num_beams > 1 and not 1 <= args.num_return_sequences <= args.num_beams:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import beamcli
+import page
 import weights
 from drafters import Combined, Jacobi, ModelDrafter, PromptLookup
 from exact import Exact
@@ -87,14 +88,16 @@ def run(args: argparse.Namespace) -> int:
     for name in ("json", "compare", "prompt", "prompt_file"):
         if args.interactive and getattr(args, name):
             raise ValueError(f"--interactive reads its prompts itself: leave out --{name.replace('_', '-')}")
+    if args.interactive and args.html is not None:
+        raise ValueError("--html shows one text, --interactive writes many: leave out --html")
     beamcli.check(args)
-    for name in ("compare", "interactive", "trace") if args.num_beams == 1 else ():
-        if args.num_return_sequences != 1 and getattr(args, name):
+    for name in ("compare", "interactive", "trace", "html") if args.num_beams == 1 else ():
+        if args.num_return_sequences != 1 and getattr(args, name) not in (None, False):
             raise ValueError(f"--num-return-sequences prints several texts: leave out --{name}")
     usual = make_parser().parse_args([])
     for name in ("compare", "interactive", "trace", "warmup", "load_trie", "save_trie", "temperature", "top_k", "top_p",
                  "min_p", "repetition_penalty", "seed", "mode", "budget", "drafter", "draft_model", "no_lookahead",
-                 "num_beams", "num_return_sequences"):  # fmt: skip
+                 "num_beams", "num_return_sequences", "html"):  # fmt: skip
         if args.search and getattr(args, name) != getattr(usual, name):
             raise ValueError(f"--search goes its own way to one text: leave out --{name.replace('_', '-')}")
     for name in ("reward", "max_nodes"):
@@ -108,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"--threads must be 1 to 1024, not {args.threads}")
         torch.set_num_threads(args.threads)
+    if args.html is not None:
+        page.check(args.html)
     picker = make_picker(args)
     prompt = read_prompt(args)
     device = check_device(args.device)
@@ -160,7 +165,11 @@ def once(
         for _ in decode(model, prompt_ids, **settings | {"max_new_tokens": min(8, args.max_new_tokens)}):
             pass
     steps = decode(model, prompt_ids, drafter=drafter, budget=args.budget, **settings)
-    generation, first_text = stream(steps, tokenizer, args)
+    recorder = page.Recorder(tokenizer, prompt_ids, about=about(args)) if args.html is not None else None
+    generation, first_text = stream(steps, tokenizer, args, recorder.add if recorder is not None else None)
+    if recorder is not None:
+        recorder.write(args.html)
+        note(args, f"{args.html} shows the {len(generation.steps)} steps: open it in a browser")
     if not args.compare:
         if args.json:
             print(json.dumps(as_json(generation, tokenizer)))
@@ -194,6 +203,16 @@ def once(
         )
         return 1
     return 0
+
+
+def about(args: argparse.Namespace) -> str:
+    """The run in a line, for the page."""
+    parts = [f"{args.model}, {args.device}, {args.dtype}" + (", exact" if args.exact else "")]
+    parts += [f"formula {args.formula}"] if args.formula is not None else []
+    parts.append("plain decoding" if args.no_lookahead else f"drafter {args.drafter}, budget {args.budget}")
+    filters = [f"{name.replace('_', '-')} {getattr(args, name)}" for name in ("top_k", "top_p", "min_p", "seed")]
+    parts.append(", ".join([f"temperature {args.temperature}", *filters]) if args.temperature else "greedy")
+    return "; ".join(parts)
 
 
 def formula_over(args: argparse.Namespace, model: Any) -> Any:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,18 +21,26 @@ def note(args: argparse.Namespace, text: str) -> None:
         print(f"note: {text}", file=sys.stderr)
 
 
-def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace | None) -> tuple[Generation, float]:
-    """Run a decode to its end, printing text as it comes if wanted; also the seconds until the first text."""
+def stream(
+    steps: Iterator[Step],
+    tokenizer: Tokenizer,
+    args: argparse.Namespace | None,
+    record: Callable[[Step], None] | None = None,
+) -> tuple[Generation, float]:
+    """Run a decode to its end, printing text as it comes if wanted, and handing each step, with its logits, to `record`;
+    also the seconds until the first text."""
     show = args is not None and not args.json
     colour = show and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     text = tokenizer.stream()
     done: list[Step] = []
     began, paused, first = time.perf_counter(), 0.0, 0.0
     for step in steps:
-        step.logits = None
-        done.append(step)
         arrived = time.perf_counter()
         first = first or arrived - began
+        if record is not None:
+            record(step)
+        step.logits = None
+        done.append(step)
         if show and args.trace:
             print_trace(len(done) - 1, step, tokenizer)
         elif show:
@@ -41,7 +49,7 @@ def stream(steps: Iterator[Step], tokenizer: Tokenizer, args: argparse.Namespace
                 drafted = i < len(step.accepted)
                 sys.stdout.write(f"\033[32m{piece}\033[0m" if colour and drafted and piece else piece)
             sys.stdout.flush()
-        paused += time.perf_counter() - arrived  # printing is not decoding
+        paused += time.perf_counter() - arrived  # printing and recording are not decoding
     seconds = time.perf_counter() - began - paused
     if show and args.trace:
         print(tokenizer.decode(token for step in done for token in step.tokens if token != tokenizer.eot))

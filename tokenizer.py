@@ -126,6 +126,11 @@ class TextStream:
     def push(self, ids: Iterable[int]) -> str:
         return self._utf8.decode(b"".join(self._tokenizer.token_bytes(int(token)) for token in ids))
 
+    @property
+    def held(self) -> bytes:
+        """The bytes held back: the beginning of a character."""
+        return self._utf8.getstate()[0]
+
     def close(self) -> str:
         """What was held back: a last character that never became whole shows as U+FFFD."""
         return self._utf8.decode(b"", final=True)
