@@ -77,8 +77,8 @@ class Recorder:
     steps      a list of objects, the prefill first:
         prefill, position, accepted, tokens, seconds, finish_reason     as in `Step` (lookahead.py)
         draft      {"tokens", "parents", "probs"} as in `DraftTree`, probs None if unknown
-        base       tokens in the cache before the pass: the root's slot (0 in a prefill, whose tokens fill the slots from
-                   there on). Node i of the draft lies in slot base + 1 + i
+        base       tokens in the cache before the pass: the root's slot (0 in a prefill, whose tokens fill the slots
+                   from there on). Node i of the draft lies in slot base + 1 + i
         kept       the slots that are kept, in the order of the text; they become slots base, base + 1, ...
         pieces     the text of each of `tokens`; a character comes with the token that completes it
         held       bytes of an unfinished character at the end, as a list of numbers
@@ -208,8 +208,8 @@ def write(
         page.write("trace.html", decode(model, prompt_ids, drafter=trie), tokenizer, prompt_ids)
 
     steps       all steps of one decode of `prompt_ids`, the prefill first: `decode(...)` itself, which is then run step
-                by step, or a list of them; each with logits of shape (1 + nodes, vocab_size), or None, and then the page
-                shows no probabilities. Or a Generation, whose steps have none
+                by step, or a list of them; each with logits of shape (1 + nodes, vocab_size), or None, and then the
+                page shows no probabilities. Or a Generation, whose steps have none
     tokenizer   the model's
     prompt_ids  (n,) ids
     about       a line about the run: model, drafter, picker

@@ -8,6 +8,7 @@ hash, so they are the same on every machine. No network, no data outside the rep
 """
 
 import copy
+import fcntl
 import functools
 import http.server
 import itertools
@@ -16,31 +17,44 @@ import math
 import os
 import random
 import re
+import select
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from matplotlib.text import Text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import beam
+import beamviz
 import bench
 import cli
 import cost
 import lookahead
 import options
 import packing
+import page
+import picture as picture_module
+import pictures
+import plots
 import speed
 import steer
 import trie as trie_module
+import viz
 import weights
 from arithmetic import Classifier, Intersection, Prompted, Sum, Term, TopK, TopP, Union
 from blend import CELLS, Calibration
@@ -4255,6 +4269,475 @@ def test_bench_of_search_and_formulas(command, tmp_path, capsys, monkeypatch):
     assert bench.main([*arguments, "--problems", "1", "--out", str(tmp_path)]) == 0
     assert (tmp_path / f"{command}.csv").read_text().count("\n") == 1 + len(rows)
     assert bench.main([command, "--problems", "0"]) == 2
+
+
+# --- viz.py, beamviz.py, plots.py: pictures ---------------------------------------------------------------------------
+
+
+@functools.cache
+def drawn_run() -> tuple[Any, ...]:
+    """tokenizer, trie, prompt, a generation with branching drafts, its plain twin, steps of a beam search."""
+    model = bundled("tiny")
+    tokenizer, trie = Tokenizer.for_model(model), TokenTrie(model.vocab_size)
+    for line in (ROOT / "assets" / "responses.jsonl").read_text(encoding="utf-8").splitlines()[:60]:
+        trie.insert([*tokenizer.encode(json.loads(line)["response"]), tokenizer.eot])
+    prompt, limits = tokenizer.encode(BAKER), {"max_new_tokens": 40, "stop_ids": [tokenizer.eot]}
+    ahead = generate(model, prompt, drafter=trie, budget=12, **limits)
+    beams = list(beam.beam_steps(model, prompt, num_beams=4, **limits))
+    return tokenizer, trie, prompt, ahead, generate(model, prompt, **limits), beams
+
+
+def all_pictures(dark: bool) -> dict[str, Any]:
+    tokenizer, trie, prompt, ahead, plain, beams = drawn_run()
+    step = max(ahead.steps, key=lambda step: len(step.accepted))
+    rows = [{"rows": n, "prefix": p, "ms": n + p / 9, "f_linear_ms": 2.0 * n, "read_bound_ms": 1.0,
+             "compute_bound_ms": n / 4} for p in (1, 9) for n in (1, 8)]  # fmt: skip
+    return {
+        "trie": viz.draw_trie(trie, prompt, tokenizer.decode, dark=dark),
+        "draft": viz.draw_draft(step, tokenizer.decode, dark=dark),
+        "bare draft": viz.draw_draft(step.draft, tokenizer.decode, dark=dark),
+        "mask": viz.draw_mask(step.draft, tokenizer.decode, prefix=prompt[-2:], dark=dark),
+        "slots": viz.draw_slots(ahead, dark=dark),
+        "text": viz.draw_text(ahead, tokenizer.decode, dark=dark),
+        "pace": viz.draw_pace({"plain": plain, "lookahead": ahead}, dark=dark),
+        "cost": viz.draw_cost(rows, "passes ($2 each)", dark=dark),
+        "cost by prefix": plots.draw_cost_by_prefix(rows, dark=dark),
+        "beams": viz.draw_beams(beams, tokenizer.decode, dark=dark),
+        "swap": viz.draw_beam_slots(beams, len(prompt), dark=dark),
+        "tree": viz.draw_beam_slots(beams, len(prompt), strategy="tree", dark=dark),
+    }
+
+
+def test_every_picture_is_drawn_light_and_dark_and_saved(tmp_path):
+    """As SVG with its text as text, the same file twice, and as PNG; small type is at least 9 points."""
+    light, dark = all_pictures(False), all_pictures(True)
+    for name, picture in light.items():
+        first, second = (picture.save(tmp_path / f"{name}{i}.svg").read_bytes() for i in "ab")
+        assert first == second and b"<text" in first and b"<svg" in first, name
+        assert dark[name].save(tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert picture._repr_png_() != dark[name]._repr_png_() and str(picture) == str(dark[name]) == picture.text
+        assert min(text.get_fontsize() for text in picture.figure.findobj(Text) if text.get_text()) >= 9, name
+        assert picture.figure.get_facecolor() != dark[name].figure.get_facecolor()
+    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".svg", ".png")]  # no partial files
+    with pytest.raises(ValueError, match=r"\.svg or \.png"):
+        picture.save(tmp_path / "a.pdf")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        picture.save(tmp_path / "nowhere" / "a.svg")
+
+
+def test_the_twins_tell_what_happened():
+    tokenizer, trie, prompt, ahead, _, beams = drawn_run()
+    pictures = {name: str(picture) for name, picture in all_pictures(False).items()}
+    step = max(ahead.steps, key=lambda step: len(step.accepted))
+    assert f"{len(step.draft)} nodes drafted, {len(step.accepted)} accepted" in pictures["draft"]
+    assert pictures["draft"].count("*") == len(step.accepted) and "*" not in pictures["bare draft"]
+    grid = [line.split("  ")[-1].split() for line in pictures["mask"].splitlines()[1:-1]]
+    seen = [[cell == "x" for cell in row] for row in grid]
+    assert [row[2:] for row in seen] == step.draft.mask().tolist() and all(all(row[:2]) for row in seen)
+    said = "".join(re.findall(r"\[(.*?)\|(.*?)\]", pictures["text"].split("\n", 1)[1], re.S)[i][j]
+                   for i in range(len(ahead.steps) + 1) for j in (0, 1))  # fmt: skip
+    assert said == tokenizer.decode(ahead.tokens)
+    assert f"{len(ahead.tokens)} tokens in {len(ahead.steps) + 1} passes" in pictures["pace"].splitlines()[1]
+    best = beams[-1].hypotheses[0].tokens
+    marked = [re.search(r"(\d+)<-(\d+) \S+ -?[\d.]+\*", line) for line in pictures["beams"].splitlines()[1:]]
+    for number, (line, found) in enumerate(zip(beams, marked)):
+        assert list(line.beams[int(found[1])].tokens) == best[: number + 1]
+    recent = prompt[-(trie.max_depth - 1) :]
+    suffix = next(recent[i:] for i in range(len(recent) + 1) if trie.outputs.find(recent[i:]))
+    node = trie.outputs.find(suffix)
+    assert f"{node.total:,} continuations by {len(node):,} different tokens" in pictures["trie"]
+
+
+def test_slots_are_those_of_the_cache(monkeypatch):
+    """What is drawn of every pass against what the cache was told: slots in use, and which of them stay where."""
+    kept: list[tuple[int, int, list[int]]] = []
+    keep = KVCache.keep
+
+    def spy(cache, start, slots):
+        kept.append((cache.length, start, list(slots)))
+        keep(cache, start, slots)
+
+    monkeypatch.setattr(KVCache, "keep", spy)
+    model, moved = toy(n_ctx=48), 0
+    for seed in range(20):
+        prompt = [seed % 29, 3, 5]
+        truth = generate(model, prompt, max_new_tokens=30).tokens
+        kept.clear()
+        drafter = OracleDrafter(seed, 29, truth, 1 + seed % 4)
+        result = generate(model, prompt, drafter=drafter, budget=9, max_new_tokens=30)
+        assert result.tokens == truth and viz.slots_of(result.prefill) == "+++"
+        assert len(kept) == len(result.steps)
+        for step, (length, start, slots) in zip(result.steps, kept):
+            row = viz.slots_of(step)
+            assert len(row) == length and row[:start] == "." * start and row[start] == "R"
+            stays = [slot for place, slot in enumerate(slots) if slot == start + place]
+            assert [i for i, mark in enumerate(row) if mark in "R+"] == stays
+            assert [i for i, mark in enumerate(row) if mark == "<"] == sorted(set(slots) - set(stays))
+            moved += row.count("<")
+        picture = viz.draw_slots(result, most=100)
+        lines = str(picture).splitlines()[1:-1]
+        assert sum(line.count("x") for line in lines) == sum(len(s.draft) - len(s.accepted) for s in result.steps)
+        drawn = Counter(text.get_text() for text in picture.figure.findobj(Text))
+        assert drawn["x"] == 1 + sum(len(s.draft) - len(s.accepted) for s in result.steps)  # one in the key
+    assert moved > 20
+
+
+@pytest.mark.parametrize("num_beams", [1, 2, 5])
+def test_caches_of_beams_are_drawn_as_the_ledger_has_them(num_beams):
+    model = toy(n_ctx=40)
+    for seed in range(6):
+        prompt, limits = [seed, 7, 11, 2], {"num_beams": num_beams, "max_new_tokens": 14}
+        swap, tree = (list(beam.beam_steps(model, prompt, strategy=name, **limits)) for name in ("swap", "tree"))
+        ledger, rounds = swap[-1].ledger, beamviz.swap_lanes(swap)
+        lanes = [lane for each in rounds for lane in each.values()]
+        assert sum(lane.came == "forked" for lane in lanes) == ledger.forks
+        assert sum(lane.came == "taken over" for lane in lanes) == ledger.takeovers
+        gone = sum(len(set(a) - {lane.source for lane in b.values() if lane.came == "taken over"})
+                   for a, b in itertools.pairwise(rounds))  # fmt: skip
+        assert gone + len(rounds[-1]) == ledger.frees  # those left at the end are freed, too
+        assert [sorted(lane.beam for lane in each.values()) for each in rounds[1:]] == [
+            list(range(len(step.beams))) for step in swap[:-1]
+        ]
+        slot = model.new_cache(1).nbytes
+        assert max(map(sum, beamviz.tree_slots(tree, len(prompt)))) * slot == tree[-1].ledger.peak_used
+        whole = [sum((i + 1) * n for i, n in enumerate(each)) for each in beamviz.tree_slots(tree, len(prompt))]
+        assert max(whole) * slot == ledger.peak_used  # seen by two beams is stored twice with a cache for each
+
+
+def test_pictures_of_little_and_of_much():
+    """Nothing drafted, a prefill only, long chains, wide trees, odd tokens: drawn, cut where needed, and said so."""
+    tokenizer, _, prompt, _, plain, beams = drawn_run()
+    model, decode_ids = bundled("tiny"), tokenizer.decode
+    short = generate(model, prompt, max_new_tokens=1)
+    for result in (short, plain):
+        for picture in (viz.draw_slots(result), viz.draw_text(result, decode_ids), viz.draw_pace({"$x_1$": result})):
+            assert picture._repr_png_()
+    for tree in (DraftTree([], []), DraftTree([5], [-1]), DraftTree(range(64), range(-1, 63)),
+                 DraftTree(range(64), [-1] * 64), random_tree(random.Random(0), 200, 4096)):  # fmt: skip
+        for picture in (viz.draw_draft(tree, decode_ids), viz.draw_mask(tree, decode_ids)):
+            assert picture._repr_png_() and max(picture.figure.get_size_inches()) < 40
+        if len(tree) > 32:
+            assert "not shown" in str(viz.draw_draft(tree, decode_ids)).splitlines()[0]
+    odd = {0: "$a_b$", 1: "\u4e2d\u6587", 2: "\n", 3: "", 4: "x" * 99, 5: "\ufffd", 6: "<&>", 7: "\U0001f600"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that the font lacks would warn
+        picture = viz.draw_draft(DraftTree(range(8), [-1] * 8), lambda ids: odd[ids[0]])
+        picture._repr_png_()
+    shown = [text.get_text() for text in picture.figure.findobj(Text)]
+    assert "$a_b$" in shown and "<4E2D><6587>" in shown and "\\n" in shown and not any(len(s) > 14 for s in shown[1:])
+    empty = TokenTrie(model.vocab_size)
+    assert "knows nothing" in str(viz.draw_trie(empty, prompt, decode_ids))
+    with pytest.raises(ValueError, match="no pass to draw"):
+        viz.draw_slots(generate(model, prompt, max_new_tokens=0))
+    with pytest.raises(ValueError, match='"swap" or "tree"'):
+        viz.draw_beam_slots(beams, 3, strategy="recompute")
+    with pytest.raises(ValueError, match="depth and width"):
+        viz.draw_trie(empty, prompt, decode_ids, depth=0)
+
+
+def test_colours_are_told_apart_by_everybody():
+    """The first four series of each theme, as people without red, green or blue cones see them (Vienot et al. 1999 and
+    the like, as 3 x 3 matrices on linear RGB; Machado et al. 2009, severity 1), differ by more than a just noticeable
+    step: at least 9 in CIE Lab, and what is text has a contrast of 4.5 to its paper."""
+    cones = {
+        "none": np.eye(3),
+        "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+        "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+        "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    }
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+    def linear(colour: str) -> np.ndarray:
+        srgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+    def lab(rgb: np.ndarray) -> np.ndarray:
+        x, y, z = np.cbrt(np.clip(to_xyz @ rgb, 1e-4, None) / (to_xyz @ np.ones(3)))
+        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+    def contrast(a: str, b: str) -> float:
+        high, low = sorted((float(to_xyz[1] @ linear(c)) for c in (a, b)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for theme in (picture_module.LIGHT, picture_module.DARK):
+        for matrix in cones.values():
+            seen = [lab(np.clip(np.array(matrix) @ linear(colour), 0, 1)) for colour in theme.series[:4]]
+            for a, b in itertools.combinations(seen, 2):
+                assert np.linalg.norm(a - b) > 9
+        for colour in (theme.ink, theme.quiet, theme.kept):
+            assert contrast(colour, theme.paper) > 4.5
+        for tint in (*theme.tints, theme.tint, theme.panel):
+            assert contrast(theme.ink, tint) > 7
+
+
+def test_pictures_of_the_readme(tmp_path, monkeypatch):
+    """Both are whole XML without a script, and show the text that was written and the step that was taken."""
+    tokenizer, _, prompt, ahead, plain, _ = drawn_run()
+    whole = pictures.recording(plain, ahead, tokenizer)
+    step = max(ahead.steps, key=lambda step: len(step.accepted))
+    before = [*prompt, *ahead.tokens][: step.position]
+    for text in (whole, pictures.idea(step, before, tokenizer.decode)):
+        root = ElementTree.fromstring(text)
+        assert "script" not in text and root.find("{http://www.w3.org/2000/svg}title").text
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    words = "".join("".join(text.itertext()) for text in ElementTree.fromstring(whole).iter()
+                    if text.get("class") in ("", "kept") and text.tag.endswith("text"))  # fmt: skip
+    written = tokenizer.decode([t for t in plain.tokens if t != tokenizer.eot]).replace("\n", "")
+    assert words.replace("\n", "") == 2 * written
+    for name in ("recording.svg", "idea.svg"):
+        ElementTree.parse(ROOT / "assets" / name)
+
+
+# --- page.py: the step-through page -----------------------------------------------------------------------------------
+
+
+def recorded(steps: list[Any], tokenizer: Tokenizer, prompt: list[int]) -> dict[str, Any]:
+    recorder = page.Recorder(tokenizer, prompt)
+    for step in steps:
+        recorder.add(step)
+    return recorder.record
+
+
+@pytest.mark.parametrize("picker", [Greedy(), Sampler(1.2, seed=3)], ids=["greedy", "sampled"])
+def test_record_of_a_decode_is_what_happened(picker):
+    """Steps, slots and text against the decode; probabilities against a softmax in float64."""
+    tokenizer, trie, prompt, *_ = drawn_run()
+    model = bundled("tiny")
+    steps = list(decode(model, prompt, drafter=copy.deepcopy(trie), picker=picker, budget=9, max_new_tokens=40))
+    record = recorded(steps, tokenizer, prompt)
+    assert [token for step in record["steps"] for token in step["tokens"]] == [t for s in steps for t in s.tokens]
+    length = 0
+    for step, told in zip(steps, record["steps"]):
+        assert told["accepted"] == step.accepted and told["draft"]["parents"] == step.draft.parents
+        assert told["base"] == length
+        length += len(told["kept"])
+        assert told["kept"][1 if not step.prefill else len(prompt) :] == [told["base"] + 1 + n for n in step.accepted]
+        p = step.logits.double().softmax(-1)
+        assert len(told["top"]) == len(p)
+        for row, said in zip(p, told["top"]):
+            assert [token for token, _ in said[:5]] == row.topk(5).indices.tolist()
+            assert all(abs(q - float(row[token])) <= 0.005 * float(row[token]) + 1e-12 for token, q in said)
+    assert length == len(prompt) + sum(len(s.tokens) for s in steps) - 1
+    text = record["prompt"]["text"] + "".join(piece for step in record["steps"] for piece in step["pieces"])
+    emitted = [token for step in steps for token in step.tokens if token != tokenizer.eot]
+    assert text + record["tail"] == tokenizer.decode([*prompt, *emitted])
+
+
+NASTY = (
+    'Question: </script><script>document.title="caught"</script><!-- {{text}} {{record}} \u2028 & "x" '
+    "<img src=x onerror=document.title='caught'> \u4e2d \U0001f600?\nAnswer:"
+)
+
+
+def test_page_is_one_file_that_text_cannot_break(tmp_path):
+    """Its record reads back as it was, whatever the text; no address of the network stands in it; it is small."""
+    tokenizer, _, _, *_ = drawn_run()
+    model, prompt = bundled("tiny"), tokenizer.encode(NASTY)
+    steps = list(decode(model, prompt, drafter=TokenTrie(model.vocab_size), budget=8, max_new_tokens=20))
+    text = page.write(tmp_path / "a.html", steps, tokenizer, prompt, about="</title><b>").read_text(encoding="utf-8")
+    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.S)[1]
+    assert json.loads(found) == recorded(steps, tokenizer, prompt) | {"about": "</title><b>"}
+    assert "<img" not in text and "</title><b>" not in text and text.count("</script>") == 2
+    template = page.TEMPLATE.read_text(encoding="utf-8")
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?!["']?data:)|url\(|@import|https?://""", template)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_page_of_200_tokens_stays_small(tmp_path):
+    """Under 3 MB with the largest drafts that the budget makes."""
+    tokenizer, trie, prompt, *_ = drawn_run()
+    steps = decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=MOST, max_new_tokens=200)
+    size = page.write(tmp_path / "a.html", steps, tokenizer, prompt).stat().st_size
+    assert 50_000 < size < 3_000_000
+
+
+def test_wrong_uses_of_the_page_are_told(tmp_path, capsys):
+    tokenizer, _, prompt, ahead, *_ = drawn_run()
+    with pytest.raises(ValueError, match="give all steps of one decode"):
+        recorded(list(ahead.steps), tokenizer, prompt)
+    with pytest.raises(ValueError, match="no step to show"):
+        page.write(tmp_path / "a.html", [], tokenizer, prompt)
+    for where, why in ((tmp_path / "no" / "a.html", "no such folder"), (tmp_path, "it is a folder")):
+        assert cli.main(["--prompt", BAKER, "--html", str(where)]) == 2
+        assert why in capsys.readouterr().err
+    for option in (["--interactive"], ["--num-beams", "2"], ["--search", "mcts"],
+                   ["--num-return-sequences", "2", "--temperature", "1"]):  # fmt: skip
+        prompt = [] if option == ["--interactive"] else ["--prompt", BAKER]
+        assert cli.main([*prompt, "--html", str(tmp_path / "a.html"), *option]) == 2
+        assert "--html" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert cli.main(["--prompt", BAKER, "--html", str(tmp_path / "a.html"), "--max-new-tokens", "9", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["text"] in json_of(tmp_path / "a.html")["told"]
+
+
+def json_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'type="application/json"[^>]*>(.*?)</script>', path.read_text(encoding="utf-8"), re.S)[1]
+    record = json.loads(found)
+    return record | {"told": "".join(piece for step in record["steps"] for piece in step["pieces"])}
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Browser:
+    """Headless Chromium, spoken to in its DevTools protocol: JSON messages, each ended by NUL, through two pipes."""
+
+    FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+             "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe")  # fmt: skip
+    KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9}  # noqa: RUF012
+
+    def __init__(self, folder: Path) -> None:
+        there, self.out = os.pipe()
+        self.inward, here = os.pipe()
+        # The browser reads from descriptor 3 and writes to 4: a small Python puts the pipes there and becomes it. They
+        # may be 3 and 4 themselves, in the wrong order, so both go out of the way first.
+        far = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (there, here)]
+        begin = f"import os, sys; os.dup2({far[0]}, 3); os.dup2({far[1]}, 4); os.execv(sys.argv[1], sys.argv[1:])"
+        command = [sys.executable, "-c", begin, CHROMIUM, *self.FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        self.process = subprocess.Popen(
+            command, pass_fds=far, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        for end in (there, here, *far):
+            os.close(end)
+        self.number, self.waiting, self.events, self.session = 0, b"", [], None
+        target = self("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
+            self(f"{domain}.enable")
+
+    def __call__(self, method: str, **parameters: Any) -> dict:
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        os.write(self.out, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self.number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _read(self) -> dict:
+        while b"\0" not in self.waiting:
+            assert select.select([self.inward], [], [], 60)[0], "the browser does not answer"
+            self.waiting += os.read(self.inward, 1 << 20)
+        one, self.waiting = self.waiting.split(b"\0", 1)
+        return json.loads(one)
+
+    def ask(self, script: str) -> Any:
+        answer = self("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def open(self, address: str) -> None:
+        self("Page.navigate", url="about:blank")
+        self("Page.navigate", url=address)
+        for _ in range(400):  # the page adds the step to its address
+            if self.ask("document.readyState + location.href").startswith("complete" + address):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"{address} does not open")
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=self.KEYS[key])
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self.out)
+        os.close(self.inward)
+
+
+@pytest.fixture
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    folder = tmp_path_factory.mktemp("browser")
+    browser = Browser(folder)
+    yield browser
+    browser.close()
+    trouble = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+    assert not [event for event in browser.events if event.get("method") in trouble]
+    asked = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
+    assert all(url.startswith(("file:", "data:", "about:")) for url in asked)
+
+
+@pytest.mark.slow
+def test_page_steps_forward_and_back_in_a_browser(browser, tmp_path):
+    """Real keys; after each the page must show the record's step: text, accepted tokens, tree, mask, slots."""
+    tokenizer, trie, prompt, *_ = drawn_run()
+    steps = list(decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=12, max_new_tokens=40))
+    path = page.write(tmp_path / "trace.html", steps, tokenizer, prompt)
+    record = json_of(path)["steps"]
+    browser.open(f"file://{path}")
+    last = len(steps) - 1
+
+    def check(number: int) -> None:
+        told = record[number]
+        text = json_of(path)["prompt"]["text"] + "".join(p for step in record[: number + 1] for p in step["pieces"])
+        assert browser.ask("document.querySelector('#where').textContent").startswith(
+            "Prefill" if number == 0 else f"Step {number} of {last}"
+        )
+        assert browser.ask("document.querySelector('#text').textContent").rstrip("\n") == text.rstrip("\n")
+        lit = browser.ask("[...document.querySelectorAll('#text .kept')].map(e => e.textContent).join('')")
+        assert lit == "".join(told["pieces"][: len(told["accepted"])])
+        nodes = browser.ask("document.querySelectorAll('#tree .node').length")
+        assert nodes >= 1 + len(told["draft"]["tokens"])
+        rows = browser.ask("document.querySelectorAll('#mask tbody tr').length")
+        if not told["prefill"]:
+            assert rows == 1 + len(told["draft"]["tokens"])
+            assert browser.ask("document.querySelectorAll('#mask tbody tr:last-child td').length") >= rows
+        said = browser.ask("document.querySelector('#said').textContent")
+        if told["draft"]["tokens"]:
+            assert f"{len(told['accepted']) or 'none'} of {len(told['draft']['tokens'])} drafted" in said
+        assert browser.ask("location.hash") in ("", f"#step={number}")
+
+    check(0)
+    for number in range(1, last + 1):
+        browser.press("ArrowRight")
+        check(number)
+    browser.press("ArrowRight")
+    check(last)  # nothing behind the end
+    browser.press("ArrowLeft")
+    check(last - 1)
+    browser.press("Home")
+    check(0)
+    browser.press("End")
+    check(last)
+    browser.ask(
+        "(() => { const s = document.querySelector('#slider'); s.value = 3; s.dispatchEvent(new Event('input')) })()"
+    )
+    check(3)
+    browser.open(f"file://{path}#step=5")
+    check(5)
+
+
+@pytest.mark.slow
+def test_page_is_for_phones_and_for_screen_readers(browser, tmp_path):
+    """At 360 pixels nothing sticks out sideways, with drafts of 64 nodes too; every control has a name; what a step did
+    is announced; hostile text runs nothing."""
+    tokenizer, trie, prompt, *_ = drawn_run()
+    steps = decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=64, max_new_tokens=30)
+    path = page.write(tmp_path / "trace.html", steps, tokenizer, prompt)
+    for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark")):
+        browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser("Emulation.setDeviceMetricsOverride", width=width, height=740, deviceScaleFactor=1, mobile=width < 600)
+        browser.open(f"file://{path}#step=2")
+        assert browser.ask("document.scrollingElement.scrollWidth") <= width
+        assert browser.ask("innerWidth") == width
+    nodes = browser("Accessibility.getFullAXTree")["nodes"]
+    named = [(n["role"]["value"], n.get("name", {}).get("value", "")) for n in nodes if not n["ignored"]]
+    controls = [name for role, name in named if role in ("button", "slider")]
+    assert len(controls) == 6 and all(controls)
+    assert {"main", "navigation", "heading", "status", "table"} <= {role for role, _ in named}
+    assert browser.ask("document.querySelector('#said').getAttribute('aria-live')") == "polite"
+    assert browser.ask("document.documentElement.lang") == "en" and browser.ask("document.title")
+
+    nasty = tokenizer.encode(NASTY)
+    path = page.write(tmp_path / "nasty.html", decode(bundled("tiny"), nasty, max_new_tokens=12), tokenizer, nasty)
+    browser.open(f"file://{path}#step=2")
+    assert browser.ask("document.title") != "caught" and browser.ask("document.images.length") == 0
+    assert browser.ask("document.querySelector('#text').textContent").startswith(NASTY)
 
 
 # --- the repository -------------------------------------------------------------------------------------------------
