@@ -4743,6 +4743,36 @@ def test_page_is_for_phones_and_for_screen_readers(browser, tmp_path):
 # --- the repository -------------------------------------------------------------------------------------------------
 
 
+def test_examples_of_the_readme_run(tmp_path, capsys, monkeypatch):
+    """Each block of Python in it, in a namespace of its own; the wrapped network writes the same with lookahead."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    told = capsys.readouterr().out
+    assert "boxes" in told or "eggs" in told
+    assert re.search(r"^True \d\.\d\d tokens per step\nHypothesis", told, re.M)
+
+
+def test_links_of_the_readme_lead_somewhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"(?m)^#+ (.+)$", text)}
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert len(links) > 30
+    for link in links:
+        file, _, anchor = link.partition("#")
+        assert (ROOT / file).exists() and (file or anchor in headings), link
+    for name in re.findall(r"`(\w+\.py)`", text):
+        assert (ROOT / name).exists(), name
+    table = dict(re.findall(r"(?m)^\| `(\w+\.py)` \| (\d+) \|", text))
+    for path in ROOT.glob("*.py"):  # every file has its line in the table of files
+        assert f"`{path.name}`" in text, path.name
+        assert abs(int(table.get(path.name, 0)) - len(path.read_text(encoding="utf-8").splitlines())) <= 5 or (
+            path.name not in table
+        ), f"the README says that {path.name} has {table[path.name]} lines"
+
+
 def test_bundled_models_are_what_the_card_says():
     size = 0
     for name in weights.BUNDLED:
