@@ -33,6 +33,8 @@ The fine print:
 
 Source: Dekoninck et al., ICLR 2024, arXiv 2311.14479: the optimum, classifiers, union. Our own: what gates mean, and
 that a token which a classifier did not look at counts as no news.
+
+Step by step: notebook 07, sections 1 to 3.
 """
 
 import math

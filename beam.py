@@ -19,6 +19,8 @@ differ in where the log probabilities come from, and give the same hypotheses:
     lookahead   the same tree, grown ahead of the beams            several steps per forward
 
 Sources: the rules are those of `generate` in Hugging Face's transformers; beams that share a trie, arXiv 2502.00085.
+
+Step by step: notebook 06.
 """
 
 import math

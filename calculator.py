@@ -9,6 +9,8 @@ mistake where it can first be seen, and need not pay for what comes after:
     ... = <<48/2=24>>2       1    may become 24
     ... = <<48/2=24>>25      0    the number behind a note must be the note's
     ... = <<48/2=24>         1    the last > is still to come; but in a finished text it is a broken note
+
+Step by step: notebook 07, section 5.
 """
 
 import ast

@@ -28,6 +28,8 @@ means E_t / p_t <= E_s / p_s for all s, so both pick t if E_s / E_t >= max(p_s /
 which adds up to 0.595 in the example, and to no less than (1 - TV) / (1 + TV) = 0.43 ever (Daliri, Musco, Suresh 2024,
 arXiv 2408.07978). The difference is the price of a text that does not depend on the drafts; looking at the noise
 when drafting several candidates (drafters.py) earns more than it costs.
+
+Step by step: notebook 04, sections 4 and 5.
 """
 
 import random

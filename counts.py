@@ -15,6 +15,8 @@ Three rules hold:
     nor is a path rarer than with a longer past  "b" is at least as frequent as "a b", so if a long suffix of a text is
                                                  in the trie, all shorter ones are (until something is forgotten)
     there are never more than max_nodes nodes    what is worth least is forgotten in time, children with their parents
+
+Step by step: notebook 02, section 2.
 """
 
 import itertools

@@ -13,6 +13,8 @@ guess will do that is right often and made quickly, and each of these has its ow
     Combined       several          the most probable nodes of all their trees
 
 All speak the interface of lookahead.py (Drafter, Session), and `decode` knows none of them by name.
+
+Step by step: notebook 02, section 6.
 """
 
 import heapq

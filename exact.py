@@ -31,6 +31,8 @@ tries it out when it is made: the same token in all places must give the same bi
 Logits are the same as long as machine, number of threads, dtype, packing and the number of rows of a pass are.
 
 The price: a single token pays for the products of 16 rows, and each row's keys are copied once more.
+
+Step by step: notebook 04, section 6.
 """
 
 from collections.abc import Sequence

@@ -29,6 +29,8 @@ costs time only. The one fine point is floating point: a forward over several ro
 where two tokens are equal to within rounding the choice may flip. `near_tie` below tells such a case from an error.
 
 Run it:  python lookahead.py --prompt "..."
+
+Step by step: notebook 03, section 6.
 """
 
 import math

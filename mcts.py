@@ -33,6 +33,8 @@ What is counted is rows forwarded, the prompt's included: that is what best-of-n
 
 Sources: Kocsis and Szepesvari 2006 (UCT); Rosin 2011 and Silver et al. 2017 (PUCT, with a prior and visits in flight
 that count as losses). For search over tokens: Chaffin et al. 2022, arXiv 2109.13582.
+
+Step by step: notebook 07, sections 4 to 6.
 """
 
 import importlib

@@ -34,7 +34,7 @@ with it. What counts is to read each once, also for eight rows or thirty, and to
 Why a cache at all: a token's keys and values depend only on what it may see, never on what comes later. They are
 computed once, kept, and the next forward pays for its new tokens only.
 
-Source: Radford et al. 2019 (GPT-2); shapes and names as in the weights that OpenAI published.
+Source: Radford et al. 2019 (GPT-2); names as in the weights that OpenAI published. Step by step: notebook 01.
 """
 
 import copy

@@ -25,6 +25,8 @@ and u(t) is computed from (seed, position, t) by an integer hash. A tiny example
 Across seeds and positions the noise is independent, so texts are distributed as they should be; for one seed, the text
 is decided before any draft is seen. Drafts only change how many forward passes it takes to find out.
 (Drafter-invariance: Daliri, Musco, Suresh 2024, arXiv 2408.07978.)
+
+Step by step: notebook 04, section 2.
 """
 
 import copy
