@@ -42,7 +42,6 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -104,13 +103,10 @@ def run_replay(args: argparse.Namespace) -> int:
     print(f"\nReplay of {count} responses of {Path(args.responses).name} after {warm} to warm the trie:\n")
     print_table(rows)
     if args.out:
-        import plots
-
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         write_csv(rows, out / "replay.csv")
-        drawn = plots.draw_replay(rows, f"replay of {count} responses after {warm}")
-        pictures = [picture.save(out / f"{name}.png") for name, picture in drawn.items()]
+        pictures = draw(args, "replay", rows, f"replay of {count} responses after {warm}")
         print("\nWritten: " + ", ".join(str(path) for path in (out / "replay.csv", *pictures)))
     return 0
 
@@ -138,7 +134,7 @@ def run_cost(args: argparse.Namespace) -> int:
         progress(args, f"{n} rows behind {prefix} tokens: {1e3 * ours:.2f} ms")
     about = describe(args, model) | {"read_gb_per_s": bandwidth / 1e9, "gflop_per_s": rate / 1e9}
     heading = f"Forward passes of {args.model} ({machine(about)}):"
-    return report(args, "cost", heading, rows, about, lambda plots: plots.draw_costs(rows, heading))
+    return report(args, "cost", heading, rows, about)
 
 
 # --- growth -----------------------------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def run_growth(args: argparse.Namespace) -> int:
     rows = growth(args.tokens, args.budget, args.mode, **bound_of(args))
     about = {"machine": f"{os.cpu_count()} cores, {platform.machine()}", "budget": args.budget}
     heading = f"A trie as it grows, {args.mode}, budget {args.budget}, random text ({about['machine']}):"
-    return report(args, "growth", heading, rows, about, lambda plots: {"growth": plots.draw_growth(rows, heading)})
+    return report(args, "growth", heading, rows, about)
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -192,7 +188,7 @@ def run_speed(args: argparse.Namespace) -> int:
     if replayed:
         kind = f"{'random tokens' if args.random else 'recorded responses'}, real forwards"
     heading = f"{args.model}, {len(asked)} problems, {kind}, trie warmed with {len(warm)} ({machine(about)}):"
-    return report(args, "speed", heading, rows, about, lambda plots: {"speed": plots.draw_speed(rows, heading)})
+    return report(args, "speed", heading, rows, about)
 
 
 # --- drafters and rounding --------------------------------------------------------------------------------------------
@@ -224,9 +220,7 @@ def run_drafters(args: argparse.Namespace) -> int:
     about |= {"draft_model": args.draft_model, "temperature": args.temperature, "budget": args.budget}
     kind = f"temperature {args.temperature:g}" if args.temperature else "greedy"
     heading = f"{args.model}, {len(asked)} problems, {kind}, budget {args.budget} ({machine(about)}):"
-    return report(
-        args, "drafters", heading, rows, about, lambda plots: {"drafters": plots.draw_drafters(rows, heading)}
-    )
+    return report(args, "drafters", heading, rows, about)
 
 
 def run_acceptance(args: argparse.Namespace) -> int:
@@ -246,7 +240,7 @@ def run_acceptance(args: argparse.Namespace) -> int:
         progress(args, f"temperature {temperature:g}: done")
     about = describe(args, model) | {"problems": len(asked), "draft_model": args.draft_model}
     heading = f"One token drafted by {args.draft_model} for {args.model}: how often it stands ({machine(about)}):"
-    return report(args, "acceptance", heading, rows, about, lambda plots: {})
+    return report(args, "acceptance", heading, rows, about)
 
 
 def run_parting(args: argparse.Namespace) -> int:
@@ -260,7 +254,7 @@ def run_parting(args: argparse.Namespace) -> int:
     )  # fmt: skip
     about = describe(args, model) | {"problems": len(asked), "remarks": remarks}
     heading = f"{args.model}, plain decoding against lookahead, {len(asked)} problems ({machine(about)}):"
-    return report(args, "parting", heading, rows, about, lambda plots: {})
+    return report(args, "parting", heading, rows, about)
 
 
 # --- beam -------------------------------------------------------------------------------------------------------------
@@ -283,7 +277,7 @@ def run_beam(args: argparse.Namespace) -> int:
         rows += more
     about = describe(args, model) | {"problems": len(prompts), "warm": len(warm), "skipped": skipped}
     heading = f"Beam search, {args.model}, {len(prompts)} problems, trie warmed with {len(warm)} ({machine(about)}):"
-    return report(args, "beam", heading, rows, about, lambda plots: {"beam": plots.draw_beam(rows, heading)})
+    return report(args, "beam", heading, rows, about)
 
 
 # --- search and formulas ----------------------------------------------------------------------------------------------
@@ -300,7 +294,7 @@ def run_steer(args: argparse.Namespace) -> int:
         rows = compete_formulas(model, args.problems, seed=args.seed, progress=told)
     about = describe(args, model)
     heading = f"{args.command}, {args.model}, {args.problems} problems ({machine(about)}):"
-    return report(args, args.command, heading, rows, about, lambda plots: {})
+    return report(args, args.command, heading, rows, about)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -322,9 +316,13 @@ def machine(about: dict) -> str:
     return f"{about['dtype']}, {layout}, {about['threads']} threads, {about['machine']}, torch {about['torch']}"
 
 
-def report(
-    args: argparse.Namespace, name: str, heading: str, rows: list[dict], about: dict, draw: Callable[..., dict]
-) -> int:
+def draw(args: argparse.Namespace, name: str, rows: list, title: str) -> list[Path]:
+    from plots import write  # with matplotlib, so only when it is needed
+
+    return write(name, rows, Path(args.out), title, dark=args.dark, suffix=".svg" if args.svg else ".png")
+
+
+def report(args: argparse.Namespace, name: str, heading: str, rows: list[dict], about: dict) -> int:
     """JSON, or a table, raw rows and a picture."""
     if args.json:
         print(json.dumps(about | {"rows": rows}))
@@ -342,15 +340,13 @@ def report(
         for line in about.get(title, ()):
             print(f"\n{title}: {line}" if line == about[title][0] else f"         {line}")
     if args.out:
-        import plots
-
         out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
         with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fieldnames=heads)
             writer.writeheader()
             writer.writerows(rows)
-        pictures = [picture.save(out / f"{kind}.png") for kind, picture in draw(plots).items()]
+        pictures = draw(args, name, rows, heading)
         print("\nWritten: " + ", ".join(str(path) for path in (out / f"{name}.csv", *pictures)))
     return 0
 
@@ -425,9 +421,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, one in commands.choices.items():
         if name in ("replay", "growth"):
             one.add_argument("--max-nodes", type=int, metavar="N", help="the trie's bound (default: TokenTrie's)")
-        one.add_argument(
-            "--out", default="bench", metavar="DIR", help="plots and raw numbers (default: bench; '': none)"
-        )
+        one.add_argument("--out", default="bench", metavar="DIR", help="plots, raw rows (default: bench; '': none)")
+        one.add_argument("--dark", action="store_true", help="plots on a dark ground")
+        one.add_argument("--svg", action="store_true", help="plots as .svg instead of .png")
         one.add_argument("--json", action="store_true", help="print one JSON object and nothing else; draw nothing")
     args = parser.parse_args(argv)
     try:

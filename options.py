@@ -92,7 +92,9 @@ def make_parser() -> Parser:
     draft.add_argument("--load-trie", metavar="FILE", help="start with a trie that --save-trie wrote")
     draft.add_argument("--save-trie", metavar="FILE", help="write the trie, with all it has learned, at the end")
     draft.add_argument("--trace", action="store_true", help="print every step's draft tree, accepted nodes marked *")
-    draft.add_argument("--html", metavar="FILE", help="write a page to step through the decode in a browser")
+    draft.add_argument(
+        "--html", metavar="FILE", help="write a page to step through the decode, for any browser (page.py)"
+    )
     draft.add_argument("--no-lookahead", action="store_true", help="plain decoding; the same as --drafter none")
     draft.add_argument("--compare", action="store_true", help="decode plainly, too, and compare texts and speeds")
     beamcli.add_options(parser)

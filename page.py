@@ -3,11 +3,11 @@
     python lookahead.py --prompt "..." --html trace.html
 
 The file needs nothing but a browser: no network, no other file. It is the template `assets/page.html` (plain HTML, CSS
-and JavaScript, made to be read) with three things put in: the finished text, for readers without JavaScript; a line
+and JavaScript, made to be read) with what is its own put in: prompt and text, for readers without JavaScript; a line
 about the run; and the *record*, a JSON object that holds what happened. This file makes the record and puts it in.
 
 Logits are large (1 + nodes rows of one number per vocabulary entry), so a record keeps the most probable tokens of each
-row only, and keeps them as steps come: a decode of 200 steps never has more than one step's logits in memory.
+row only, and makes them as steps come: a decode of 200 steps never has the logits of more than two in memory.
 
 Text that a model writes may hold anything, "</script>" for instance. Whatever goes into the file is escaped on its way
 in; and the page never makes HTML out of text, it only sets text.
@@ -33,8 +33,8 @@ TOP = 5  # most probable tokens kept for each row
 
 
 def short(p: float) -> float:
-    """Three significant digits: enough to look at, and a quarter of the bytes."""
-    return float(f"{p:.3g}")
+    """Four significant digits: enough to look at, and a third of the bytes."""
+    return float(f"{p:.4g}")
 
 
 def candidates(logits: Tensor, picks: Sequence[int], rows: Sequence[int], top: int = TOP) -> list[list[list]]:
@@ -77,8 +77,8 @@ class Recorder:
     steps      a list of objects, the prefill first:
         prefill, position, accepted, tokens, seconds, finish_reason     as in `Step` (lookahead.py)
         draft      {"tokens", "parents", "probs"} as in `DraftTree`, probs None if unknown
-        base       tokens in the cache before the pass: the root's slot (0 in a prefill, whose tokens fill the slots
-                   from there on). Node i of the draft lies in slot base + 1 + i
+        base       tokens in the cache before the pass, and so the root's slot; node i of the draft lies in slot
+                   base + 1 + i. 0 in a prefill, where token i of the prompt lies in slot i
         kept       the slots that are kept, in the order of the text; they become slots base, base + 1, ...
         pieces     the text of each of `tokens`; a character comes with the token that completes it
         held       bytes of an unfinished character at the end, as a list of numbers
@@ -207,9 +207,9 @@ def write(
 
         page.write("trace.html", decode(model, prompt_ids, drafter=trie), tokenizer, prompt_ids)
 
-    steps       all steps of one decode of `prompt_ids`, the prefill first: `decode(...)` itself, which is then run step
-                by step, or a list of them; each with logits of shape (1 + nodes, vocab_size), or None, and then the
-                page shows no probabilities. Or a Generation, whose steps have none
+    steps       all steps of one decode of `prompt_ids`, the prefill first: `decode(...)` itself, which is then run
+                step by step, or a list of them; each with logits of shape (1 + nodes, vocab_size), or None, and then
+                the page shows no probabilities. Or a Generation, whose steps have none
     tokenizer   the model's
     prompt_ids  (n,) ids
     about       a line about the run: model, drafter, picker

@@ -27,8 +27,8 @@ def stream(
     args: argparse.Namespace | None,
     record: Callable[[Step], None] | None = None,
 ) -> tuple[Generation, float]:
-    """Run a decode to its end, printing text as it comes if wanted, and handing each step with its logits to `record`.
-    Returns the seconds until the first text, too."""
+    """Run a decode to its end, printing text as it comes if wanted; also the seconds until the first text. `record` is
+    handed each step while it has its logits."""
     show = args is not None and not args.json
     colour = show and sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     text = tokenizer.stream()

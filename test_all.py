@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -35,6 +34,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -48,7 +48,6 @@ import lookahead
 import options
 import packing
 import page
-import picture as picture_module
 import pictures
 import plots
 import speed
@@ -69,6 +68,8 @@ from formula import BagOfTokens, TextScore, parse
 from lookahead import NearTie, decode, first_difference, generate, generate_many, near_tie
 from mcts import reward_named, search
 from model import GPT, GPTConfig, KVCache, Linear
+from picture import settings as picture_settings
+from replay import Row
 from sampling import Greedy, Sampler, gumbel, hash_uniform, mix64
 from steer import compete_search
 from tokenizer import ASSET, EOT_TEXT, Tokenizer
@@ -4271,208 +4272,471 @@ def test_bench_of_search_and_formulas(command, tmp_path, capsys, monkeypatch):
     assert bench.main([command, "--problems", "0"]) == 2
 
 
-# --- viz.py, beamviz.py, plots.py: pictures ---------------------------------------------------------------------------
+# --- viz.py, treeviz.py, beamviz.py, picture.py -----------------------------------------------------------------------
+
+
+class Records(NamedTuple):
+    """What the pictures are drawn from: a warmed trie, decodes and a beam search of nano."""
+
+    tokenizer: Tokenizer
+    prompt: list[int]
+    trie: TokenTrie
+    plain: lookahead.Generation
+    drafted: lookahead.Generation
+    alone: lookahead.Generation  # a prefill, no more
+    beams: list[beam.BeamStep]
 
 
 @functools.cache
-def drawn_run() -> tuple[Any, ...]:
-    """tokenizer, trie, prompt, a generation with branching drafts, its plain twin, steps of a beam search."""
-    model = bundled("tiny")
+def records() -> Records:
+    model = bundled("nano")
     tokenizer, trie = Tokenizer.for_model(model), TokenTrie(model.vocab_size)
-    for line in (ROOT / "assets" / "responses.jsonl").read_text(encoding="utf-8").splitlines()[:60]:
+    prompt = tokenizer.encode(BAKER)
+    for line in (ROOT / "assets" / "responses.jsonl").read_text().splitlines()[:60]:
         trie.insert([*tokenizer.encode(json.loads(line)["response"]), tokenizer.eot])
-    prompt, limits = tokenizer.encode(BAKER), {"max_new_tokens": 40, "stop_ids": [tokenizer.eot]}
-    ahead = generate(model, prompt, drafter=trie, budget=12, **limits)
-    beams = list(beam.beam_steps(model, prompt, num_beams=4, **limits))
-    return tokenizer, trie, prompt, ahead, generate(model, prompt, **limits), beams
+    settings = {"max_new_tokens": 48, "stop_ids": [tokenizer.eot]}
+    plain, drafted = generate(model, prompt, **settings), generate(model, prompt, drafter=trie, budget=12, **settings)
+    beams = list(beam.beam_steps(model, prompt, num_beams=4, strategy="swap", **settings))
+    return Records(tokenizer, prompt, trie, plain, drafted, generate(model, prompt, max_new_tokens=1), beams)
 
 
-def all_pictures(dark: bool) -> dict[str, Any]:
-    tokenizer, trie, prompt, ahead, plain, beams = drawn_run()
-    step = max(ahead.steps, key=lambda step: len(step.accepted))
-    rows = [{"rows": n, "prefix": p, "ms": n + p / 9, "f_linear_ms": 2.0 * n, "read_bound_ms": 1.0,
-             "compute_bound_ms": n / 4} for p in (1, 9) for n in (1, 8)]  # fmt: skip
-    return {
-        "trie": viz.draw_trie(trie, prompt, tokenizer.decode, dark=dark),
-        "draft": viz.draw_draft(step, tokenizer.decode, dark=dark),
-        "bare draft": viz.draw_draft(step.draft, tokenizer.decode, dark=dark),
-        "mask": viz.draw_mask(step.draft, tokenizer.decode, prefix=prompt[-2:], dark=dark),
-        "slots": viz.draw_slots(ahead, dark=dark),
-        "text": viz.draw_text(ahead, tokenizer.decode, dark=dark),
-        "pace": viz.draw_pace({"plain": plain, "lookahead": ahead}, dark=dark),
-        "cost": viz.draw_cost(rows, "passes ($2 each)", dark=dark),
-        "cost by prefix": plots.draw_cost_by_prefix(rows, dark=dark),
-        "beams": viz.draw_beams(beams, tokenizer.decode, dark=dark),
-        "swap": viz.draw_beam_slots(beams, len(prompt), dark=dark),
-        "tree": viz.draw_beam_slots(beams, len(prompt), strategy="tree", dark=dark),
-    }
+def cells(picture: viz.Picture, kind: str) -> list[Any]:
+    """The rectangles of a kind, but for the one in the legend (which is drawn first)."""
+    return [patch for patch in picture.figure.axes[0].patches if patch.get_gid() == kind][1:]
 
 
-def test_every_picture_is_drawn_light_and_dark_and_saved(tmp_path):
-    """As SVG with its text as text, the same file twice, and as PNG; small type is at least 9 points."""
-    light, dark = all_pictures(False), all_pictures(True)
-    for name, picture in light.items():
-        first, second = (picture.save(tmp_path / f"{name}{i}.svg").read_bytes() for i in "ab")
-        assert first == second and b"<text" in first and b"<svg" in first, name
-        assert dark[name].save(tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert picture._repr_png_() != dark[name]._repr_png_() and str(picture) == str(dark[name]) == picture.text
-        assert min(text.get_fontsize() for text in picture.figure.findobj(Text) if text.get_text()) >= 9, name
-        assert picture.figure.get_facecolor() != dark[name].figure.get_facecolor()
-    assert not [path for path in tmp_path.iterdir() if path.suffix not in (".svg", ".png")]  # no partial files
-    with pytest.raises(ValueError, match=r"\.svg or \.png"):
-        picture.save(tmp_path / "a.pdf")
+def awkward_tree() -> DraftTree:
+    """64 nodes, with everything in them that is hard to write."""
+    tree = random_tree(random.Random(5), 64, 300)
+    return DraftTree(tree.tokens, tree.parents, [1 / (2 + i) for i in range(64)])
+
+
+def awkward(ids: list[int]) -> str:
+    signs = ["$x_1^2$", " $", "\n", "\\frac", "中文", "é", "\x00", "<&>", "\ufffd", "מה", "x" * 40, "", "\t ", "🙂"]
+    return signs[ids[0] % len(signs)] if len(ids) == 1 else "".join(awkward([i]) for i in ids)
+
+
+CHAIN = DraftTree(range(64), range(-1, 63))
+COSTS = [{"rows": n, "ms": 1.0 + n / 10} for n in (1, 2, 4, 8)]
+BOUNDS = {"f_linear_ms": 2.0, "read_bound_ms": 0.5, "compute_bound_ms": 0.25}
+PICTURES = {
+    "trie": lambda r, d: viz.draw_trie(r.trie, r.prompt + r.drafted.tokens[:9], r.tokenizer.decode, dark=d),
+    "trie, wide": lambda r, d: viz.draw_trie(r.trie, r.drafted.tokens[:1], awkward, depth=5, width=9, dark=d),
+    "trie, unknown": lambda r, d: viz.draw_trie(TokenTrie(), r.prompt, r.tokenizer.decode, dark=d),
+    "draft": lambda r, d: viz.draw_draft(max(r.drafted.steps, key=lambda s: len(s.tokens)), r.tokenizer.decode, dark=d),
+    "draft, prefill": lambda r, d: viz.draw_draft(r.drafted.prefill, r.tokenizer.decode, dark=d),
+    "draft, plain": lambda r, d: viz.draw_draft(r.plain.steps[0], r.tokenizer.decode, dark=d),
+    "draft, chain": lambda r, d: viz.draw_draft(CHAIN, r.tokenizer.decode, dark=d),
+    "draft, awkward": lambda r, d: viz.draw_draft(awkward_tree(), awkward, dark=d),
+    "mask": lambda r, d: viz.draw_mask(r.drafted.steps[1].draft, awkward, prefix=r.prompt[-4:-1], dark=d),
+    "mask, awkward": lambda r, d: viz.draw_mask(awkward_tree(), awkward, prefix=r.prompt, dark=d),
+    "mask, chain": lambda r, d: viz.draw_mask(CHAIN, r.tokenizer.decode, dark=d),
+    "mask, empty": lambda r, d: viz.draw_mask(DraftTree([], []), r.tokenizer.decode, dark=d),
+    "slots": lambda r, d: viz.draw_slots(r.drafted, dark=d),
+    "slots, plain": lambda r, d: viz.draw_slots(r.plain, dark=d),
+    "slots, prefill": lambda r, d: viz.draw_slots(r.alone, dark=d),
+    "slots, part": lambda r, d: viz.draw_slots(r.drafted.steps[2:5], dark=d),
+    "slots, none": lambda r, d: viz.draw_slots([], dark=d),
+    "text": lambda r, d: viz.draw_text(r.drafted, r.tokenizer.decode, dark=d),
+    "text, awkward": lambda r, d: viz.draw_text(r.plain, awkward, dark=d),
+    "text, prefill": lambda r, d: viz.draw_text(r.alone, r.tokenizer.decode, dark=d),
+    "pace": lambda r, d: viz.draw_pace({"plain": r.plain, "$lookahead$\n": r.drafted, "one": r.alone}, dark=d),
+    "pace, none": lambda r, d: viz.draw_pace({}, dark=d),
+    "cost": lambda r, d: viz.draw_cost(COSTS, dark=d),
+    "cost, bounds": lambda r, d: viz.draw_cost([row | BOUNDS | {"prefix": 9} for row in COSTS], dark=d),
+    "beams": lambda r, d: viz.draw_beams(r.beams, r.tokenizer.decode, dark=d),
+    "beams, end": lambda r, d: viz.draw_beams(r.beams[-6:], awkward, dark=d),
+    "beams, none": lambda r, d: viz.draw_beams([], r.tokenizer.decode, dark=d),
+    "swap": lambda r, d: viz.draw_beam_slots(r.beams, len(r.prompt), dark=d),
+    "swap, part": lambda r, d: viz.draw_beam_slots(r.beams[3:9], len(r.prompt), dark=d),
+    "tree": lambda r, d: viz.draw_beam_slots(r.beams, len(r.prompt), strategy="tree", dark=d),
+    "tree, part": lambda r, d: viz.draw_beam_slots(r.beams[3:9], len(r.prompt), strategy="tree", dark=d),
+    "tree, none": lambda r, d: viz.draw_beam_slots([], len(r.prompt), strategy="tree", dark=d),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_whole_and_legible(name, tmp_path):
+    """Of every picture: all text inside its edges and of 9 points or more; as SVG well-formed, its text as text."""
+    picture = PICTURES[name](records(), False)
+    assert str(picture) == repr(picture) == picture.text and (picture.text or "none" in name)
+    width, height = picture.figure.get_size_inches()
+    assert 5 < width <= 12 and 1 < height < 16
+    svg = picture.save(tmp_path / "a.SVG").read_text(encoding="utf-8")
+    ElementTree.fromstring(svg)
+    assert "<text" in svg and [file.name for file in tmp_path.iterdir()] == ["a.SVG"]
+    with picture_settings(picture.theme):
+        picture.figure.draw_without_rendering()
+        edges, axes = picture.figure.bbox, picture.figure.axes
+        ticks = {tick for a in axes for tick in a.get_xticklabels(which="both") + a.get_yticklabels(which="both")}
+        for text in picture.figure.findobj(Text):
+            if text.get_text() and text.get_visible() and text not in ticks:  # some of those lie beyond the axis
+                assert text.get_fontsize() >= 9
+                box = text.get_window_extent()
+                assert edges.x0 - 1 <= box.x0 and box.x1 <= edges.x1 + 1, text.get_text()
+                assert edges.y0 - 1 <= box.y0 and box.y1 <= edges.y1 + 1, text.get_text()
+
+
+@pytest.mark.parametrize("name", [name for name in PICTURES if "," not in name])
+def test_pictures_are_the_same_again_and_dark_if_wanted(name, tmp_path):
+    light, again, dark = (PICTURES[name](records(), dark) for dark in (False, False, True))
+    files = [picture.save(tmp_path / f"{i}.svg").read_bytes() for i, picture in enumerate((light, again, dark))]
+    assert files[0] == files[1] != files[2] and b"date" not in files[0]
+    data = dark.save(tmp_path / "c.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data == dark._repr_png_()
+    assert str(light) == str(dark)
+    for picture, theme in ((light, viz.theme_of(False)), (dark, viz.theme_of(True))):
+        assert to_hex(picture.figure.get_facecolor(), keep_alpha=True) == theme.paper + "ff"  # opaque
+
+
+def test_a_picture_is_saved_whole_or_not_at_all(tmp_path):
+    picture = PICTURES["slots, prefill"](records(), False)
+    for name in ("a.pdf", "a", "a.svg.gz"):
+        with pytest.raises(ValueError, match=r"\.svg or \.png"):
+            picture.save(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="no such folder"):
-        picture.save(tmp_path / "nowhere" / "a.svg")
+        picture.save(tmp_path / "none" / "a.png")
+    (tmp_path / "a.svg").write_text("old")
+    picture.save(tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_twins_tell_what_happened():
-    tokenizer, trie, prompt, ahead, _, beams = drawn_run()
-    pictures = {name: str(picture) for name, picture in all_pictures(False).items()}
-    step = max(ahead.steps, key=lambda step: len(step.accepted))
-    assert f"{len(step.draft)} nodes drafted, {len(step.accepted)} accepted" in pictures["draft"]
-    assert pictures["draft"].count("*") == len(step.accepted) and "*" not in pictures["bare draft"]
-    grid = [line.split("  ")[-1].split() for line in pictures["mask"].splitlines()[1:-1]]
-    seen = [[cell == "x" for cell in row] for row in grid]
-    assert [row[2:] for row in seen] == step.draft.mask().tolist() and all(all(row[:2]) for row in seen)
-    said = "".join(re.findall(r"\[(.*?)\|(.*?)\]", pictures["text"].split("\n", 1)[1], re.S)[i][j]
-                   for i in range(len(ahead.steps) + 1) for j in (0, 1))  # fmt: skip
-    assert said == tokenizer.decode(ahead.tokens)
-    assert f"{len(ahead.tokens)} tokens in {len(ahead.steps) + 1} passes" in pictures["pace"].splitlines()[1]
-    best = beams[-1].hypotheses[0].tokens
-    marked = [re.search(r"(\d+)<-(\d+) \S+ -?[\d.]+\*", line) for line in pictures["beams"].splitlines()[1:]]
-    for number, (line, found) in enumerate(zip(beams, marked)):
-        assert list(line.beams[int(found[1])].tokens) == best[: number + 1]
-    recent = prompt[-(trie.max_depth - 1) :]
-    suffix = next(recent[i:] for i in range(len(recent) + 1) if trie.outputs.find(recent[i:]))
-    node = trie.outputs.find(suffix)
-    assert f"{node.total:,} continuations by {len(node):,} different tokens" in pictures["trie"]
+def test_pictures_leave_matplotlib_as_it_was():
+    code = """if True:
+        import matplotlib, sys
+        matplotlib.rcParams.update({"font.size": 40, "svg.fonttype": "path", "lines.linewidth": 9})
+        def now():  # (to ask for the backend chooses one)
+            return {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}
+        before = now()
+        import viz
+        from tree import DraftTree
+        picture = viz.draw_draft(DraftTree([1, 2], [-1, 0]), str)
+        assert len(picture._repr_png_()) > 1000 and "pyplot" not in " ".join(sys.modules)
+        assert now() == before
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_slots_are_those_of_the_cache(monkeypatch):
-    """What is drawn of every pass against what the cache was told: slots in use, and which of them stay where."""
-    kept: list[tuple[int, int, list[int]]] = []
-    keep = KVCache.keep
-
-    def spy(cache, start, slots):
-        kept.append((cache.length, start, list(slots)))
-        keep(cache, start, slots)
-
-    monkeypatch.setattr(KVCache, "keep", spy)
-    model, moved = toy(n_ctx=48), 0
-    for seed in range(20):
-        prompt = [seed % 29, 3, 5]
-        truth = generate(model, prompt, max_new_tokens=30).tokens
-        kept.clear()
-        drafter = OracleDrafter(seed, 29, truth, 1 + seed % 4)
-        result = generate(model, prompt, drafter=drafter, budget=9, max_new_tokens=30)
-        assert result.tokens == truth and viz.slots_of(result.prefill) == "+++"
-        assert len(kept) == len(result.steps)
-        for step, (length, start, slots) in zip(result.steps, kept):
-            row = viz.slots_of(step)
-            assert len(row) == length and row[:start] == "." * start and row[start] == "R"
-            stays = [slot for place, slot in enumerate(slots) if slot == start + place]
-            assert [i for i, mark in enumerate(row) if mark in "R+"] == stays
-            assert [i for i, mark in enumerate(row) if mark == "<"] == sorted(set(slots) - set(stays))
-            moved += row.count("<")
-        picture = viz.draw_slots(result, most=100)
-        lines = str(picture).splitlines()[1:-1]
-        assert sum(line.count("x") for line in lines) == sum(len(s.draft) - len(s.accepted) for s in result.steps)
-        drawn = Counter(text.get_text() for text in picture.figure.findobj(Text))
-        assert drawn["x"] == 1 + sum(len(s.draft) - len(s.accepted) for s in result.steps)  # one in the key
-    assert moved > 20
+def test_labels_show_what_is_in_a_token():
+    for text, shown in (
+        (" 12", "␣12"), ("\n\n", "\\n\\n"), ("$a_1$", "$a_1$"), ("中", "\\u4e2d"), ("\x07é", "\\x07é"),
+        ("🙂", "\\U0001f642"),
+        ("", "(none)"), ("a" * 13, "a" * 11 + "…"), ("\u200b", "\\u200b"), ("\ufffd", "\ufffd"),
+    ):  # fmt: skip
+        assert viz.label(text) == shown
+    # in the file the signs stand as they are: no formula was made of them
+    tree = DraftTree([1, 2], [-1, -1])
+    picture = viz.draw_draft(tree, lambda ids: "$x^2$" if ids == [1] else " <b>")
+    words = [text.get_text() for text in picture.figure.findobj(Text)]
+    assert "$x^2$" in words and "␣<b>" in words and not any(t.get_parse_math() for t in picture.figure.axes[0].texts)
 
 
-@pytest.mark.parametrize("num_beams", [1, 2, 5])
-def test_caches_of_beams_are_drawn_as_the_ledger_has_them(num_beams):
-    model = toy(n_ctx=40)
-    for seed in range(6):
-        prompt, limits = [seed, 7, 11, 2], {"num_beams": num_beams, "max_new_tokens": 14}
-        swap, tree = (list(beam.beam_steps(model, prompt, strategy=name, **limits)) for name in ("swap", "tree"))
-        ledger, rounds = swap[-1].ledger, beamviz.swap_lanes(swap)
-        lanes = [lane for each in rounds for lane in each.values()]
-        assert sum(lane.came == "forked" for lane in lanes) == ledger.forks
-        assert sum(lane.came == "taken over" for lane in lanes) == ledger.takeovers
-        gone = sum(len(set(a) - {lane.source for lane in b.values() if lane.came == "taken over"})
-                   for a, b in itertools.pairwise(rounds))  # fmt: skip
-        assert gone + len(rounds[-1]) == ledger.frees  # those left at the end are freed, too
-        assert [sorted(lane.beam for lane in each.values()) for each in rounds[1:]] == [
-            list(range(len(step.beams))) for step in swap[:-1]
-        ]
-        slot = model.new_cache(1).nbytes
-        assert max(map(sum, beamviz.tree_slots(tree, len(prompt)))) * slot == tree[-1].ledger.peak_used
-        whole = [sum((i + 1) * n for i, n in enumerate(each)) for each in beamviz.tree_slots(tree, len(prompt))]
-        assert max(whole) * slot == ledger.peak_used  # seen by two beams is stored twice with a cache for each
+def test_a_character_of_several_tokens_stands_once():
+    tokenizer = Tokenizer(4096)
+    tokens = tokenizer.encode("é 中🙂x")
+    assert "".join(viz._pieces(tokens, tokenizer.decode)) == "é 中🙂x" and len(tokens) > 6
+    assert viz._pieces(tokens[:-2], tokenizer.decode)[-1] == "\ufffd"  # cut in the middle of the last character
 
 
-def test_pictures_of_little_and_of_much():
-    """Nothing drafted, a prefill only, long chains, wide trees, odd tokens: drawn, cut where needed, and said so."""
-    tokenizer, _, prompt, _, plain, beams = drawn_run()
-    model, decode_ids = bundled("tiny"), tokenizer.decode
-    short = generate(model, prompt, max_new_tokens=1)
-    for result in (short, plain):
-        for picture in (viz.draw_slots(result), viz.draw_text(result, decode_ids), viz.draw_pace({"$x_1$": result})):
-            assert picture._repr_png_()
-    for tree in (DraftTree([], []), DraftTree([5], [-1]), DraftTree(range(64), range(-1, 63)),
-                 DraftTree(range(64), [-1] * 64), random_tree(random.Random(0), 200, 4096)):  # fmt: skip
-        for picture in (viz.draw_draft(tree, decode_ids), viz.draw_mask(tree, decode_ids)):
-            assert picture._repr_png_() and max(picture.figure.get_size_inches()) < 40
-        if len(tree) > 32:
-            assert "not shown" in str(viz.draw_draft(tree, decode_ids)).splitlines()[0]
-    odd = {0: "$a_b$", 1: "\u4e2d\u6587", 2: "\n", 3: "", 4: "x" * 99, 5: "\ufffd", 6: "<&>", 7: "\U0001f600"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a glyph that the font lacks would warn
-        picture = viz.draw_draft(DraftTree(range(8), [-1] * 8), lambda ids: odd[ids[0]])
-        picture._repr_png_()
-    shown = [text.get_text() for text in picture.figure.findobj(Text)]
-    assert "$a_b$" in shown and "<4E2D><6587>" in shown and "\\n" in shown and not any(len(s) > 14 for s in shown[1:])
-    empty = TokenTrie(model.vocab_size)
-    assert "knows nothing" in str(viz.draw_trie(empty, prompt, decode_ids))
-    with pytest.raises(ValueError, match="no pass to draw"):
-        viz.draw_slots(generate(model, prompt, max_new_tokens=0))
-    with pytest.raises(ValueError, match='"swap" or "tree"'):
-        viz.draw_beam_slots(beams, 3, strategy="recompute")
-    with pytest.raises(ValueError, match="depth and width"):
-        viz.draw_trie(empty, prompt, decode_ids, depth=0)
-
-
-def test_colours_are_told_apart_by_everybody():
-    """The first four series of each theme, as people without red, green or blue cones see them (Vienot et al. 1999 and
-    the like, as 3 x 3 matrices on linear RGB; Machado et al. 2009, severity 1), differ by more than a just noticeable
-    step: at least 9 in CIE Lab, and what is text has a contrast of 4.5 to its paper."""
-    cones = {
-        "none": np.eye(3),
-        "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-        "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-        "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
-    }
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+def test_colours_can_be_told_apart():
+    """Fills that mean different things, and the first lines, differ for people without red or without green cones
+    (Vienot, Brettel, Mollon 1999) by at least 10 in CIELAB, and text on every fill has a contrast of 4.5 (WCAG)."""
+    protan = np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]])
+    deutan = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
     def linear(colour: str) -> np.ndarray:
-        srgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+        rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+        return np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
 
     def lab(rgb: np.ndarray) -> np.ndarray:
-        x, y, z = np.cbrt(np.clip(to_xyz @ rgb, 1e-4, None) / (to_xyz @ np.ones(3)))
-        return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+        f = np.cbrt(np.maximum(xyz @ rgb / (xyz @ np.ones(3)), 0.008856))
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
-    def contrast(a: str, b: str) -> float:
-        high, low = sorted((float(to_xyz[1] @ linear(c)) for c in (a, b)), reverse=True)
-        return (high + 0.05) / (low + 0.05)
+    for theme in (viz.theme_of(False), viz.theme_of(True)):
+        fills = (theme.past, theme.root, theme.kept, theme.turns[1])
+        for group in (fills, theme.turns, theme.series[:4]):
+            for a, b in itertools.combinations(group, 2):
+                for eye in (np.eye(3), protan, deutan):
+                    assert np.linalg.norm(lab(eye @ linear(a)) - lab(eye @ linear(b))) > 10, (a, b)
+        for fill in (theme.paper, *fills, *theme.turns):
+            light, dim = sorted(((xyz @ linear(c))[1] + 0.05 for c in (fill, theme.ink)), reverse=True)
+            assert light / dim > 4.5, fill
 
-    for theme in (picture_module.LIGHT, picture_module.DARK):
-        for matrix in cones.values():
-            seen = [lab(np.clip(np.array(matrix) @ linear(colour), 0, 1)) for colour in theme.series[:4]]
-            for a, b in itertools.combinations(seen, 2):
-                assert np.linalg.norm(a - b) > 9
-        for colour in (theme.ink, theme.quiet, theme.kept):
-            assert contrast(colour, theme.paper) > 4.5
-        for tint in (*theme.tints, theme.tint, theme.panel):
-            assert contrast(theme.ink, tint) > 7
+
+def test_draw_trie_counts_what_followed():
+    r = records()
+    for length in (1, 5, 9, 20):
+        context = r.prompt + r.drafted.tokens[:length]
+        longest = next(n for n in range(4, 0, -1) if r.trie.outputs.find(context[-n:]))
+        followers = r.trie.outputs.find(context[-longest:])
+        lines = str(viz.draw_trie(r.trie, context, r.tokenizer.decode, depth=1, width=3)).splitlines()
+        assert lines[0].endswith(f"followed {followers.total} times") and lines[0].count("'") >= 2 * longest
+        best = sorted(followers.items(), key=lambda item: (-item[1].count, item[0]))[:3]
+        wanted = [f"-- {r.tokenizer.decode([token])!r} {node.count}" for token, node in best]
+        assert [line[1:] for line in lines[1 : 1 + len(best)]] == wanted
+        assert ("... and" in str(lines)) == (len(followers) > 3)
+    small = TokenTrie(max_depth=3)
+    small.insert([1, 2, 3, 4])
+    told = str(viz.draw_trie(small, [1, 2], str, depth=3))
+    assert told.splitlines()[1:3] == ["`-- '[3]' 1", "    `-- '[4]' 1 ~"] and "~ counted behind a shorter" in told
+    for wrong in ({"depth": 0}, {"width": 0}):
+        with pytest.raises(ValueError, match="1 or more"):
+            viz.draw_trie(small, [1], str, **wrong)
+
+
+def boxes_of(picture: viz.Picture, kind: str) -> int:
+    return sum(patch.get_gid() == kind for patch in picture.figure.axes[0].patches) - 1  # one is in the legend
+
+
+def test_draw_draft_shows_the_accepted_path():
+    r = records()
+    for step in r.drafted.steps:
+        picture = viz.draw_draft(step, r.tokenizer.decode)
+        assert boxes_of(picture, "kept") == len(step.accepted)
+        assert boxes_of(picture, "rejected") == len(step.draft) - len(step.accepted)
+        assert step.draft.render(r.tokenizer.decode, step.accepted) in str(picture)
+        assert f"{len(step.accepted)} of {len(step.draft)} drafted node" in str(picture) or not step.draft
+        assert all(repr(r.tokenizer.decode([token])) in str(picture) for token in step.tokens)
+        assert boxes_of(viz.draw_draft(step.draft, r.tokenizer.decode), "plain") == len(step.draft)
+    # too many for the sheet: what is left out is counted
+    for tree, decode_one in ((awkward_tree(), awkward), (CHAIN, str)):
+        picture = viz.draw_draft(tree, decode_one)
+        words = " ".join(text.get_text() for text in picture.figure.axes[0].texts)
+        assert f"... and {64 - boxes_of(picture, 'plain')} more nodes" in words
+        hidden = [int(word) for word in words.split() if word[0] == "+" and word[1:].isdigit()]
+        assert sum(hidden) == 64 - boxes_of(picture, "plain")
+    deep = lookahead.Step(9, CHAIN, list(range(64)), [*range(64), 5], lookahead.Seconds(0, 0, 0))
+    assert boxes_of(viz.draw_draft(deep, str), "kept") > 5
+
+
+def test_draw_mask_is_the_mask():
+    rng = random.Random(3)
+    for n in (0, 1, 5, 12, 24):
+        tree = random_tree(rng, n, 20)
+        picture = viz.draw_mask(tree, str, prefix=[7, 8])
+        assert len(cells(picture, "kept")) == int(tree.mask().sum())
+        assert len(cells(picture, "past")) == 2 * (n + 1)
+        rows = [line.split("| ")[1].split() for line in str(picture).splitlines()[1:]]
+        assert [[sign == "x" for sign in row] for row in rows] == tree.mask().tolist()
+        # and each where it belongs: row and column from the place of the drawn cell
+        every = cells(picture, "kept") + cells(picture, "empty")
+        side, left, top = every[0].get_width(), min(c.get_x() for c in every), min(c.get_y() for c in every)
+        seen = {(round((c.get_y() - top) / side), round((c.get_x() - left) / side)) for c in cells(picture, "kept")}
+        assert seen == {tuple(pair) for pair in tree.mask().nonzero().tolist()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_draw_slots_tells_what_the_cache_did(seed, monkeypatch):
+    """Against a cache that writes down what is done to it."""
+    rng, model = random.Random(seed), toy()
+    prompt = [rng.randrange(29) for _ in range(rng.randint(1, 12))]
+    truth = generate(model, prompt, max_new_tokens=30).tokens
+    drafter = OracleDrafter(seed, 29, truth, rng.randint(1, 4)) if seed % 3 else RandomDrafter(seed, 29)
+    calls, keep = [], KVCache.keep
+
+    def watched(self, start, slots):
+        calls.append((self.length, start, [int(slot) for slot in slots]))
+        keep(self, start, slots)
+        calls[-1] += (self.length,)
+
+    monkeypatch.setattr(KVCache, "keep", watched)
+    generation = generate(model, prompt, drafter=drafter, budget=rng.randint(1, 9), max_new_tokens=rng.randint(2, 30))
+    assert len(calls) == len(generation.steps)
+    lines = str(viz.draw_slots(generation)).splitlines()
+    assert lines[0] == f"prefill: {len(prompt)} slot{'s' * (len(prompt) > 1)} committed"
+    for step, (before, start, slots, after), line in zip(generation.steps, calls, lines[1:]):
+        base, kinds, moves = viz.slots_of(step)
+        assert (base, base + len(kinds)) == (start, before)  # what was committed, and what the pass wrote
+        assert [base] + [source for source, _ in moves] == slots
+        assert [target for _, target in moves] == list(range(start + 1, start + len(slots)))
+        assert {base + i for i, kind in enumerate(kinds) if kind == "kept"} == set(slots) - {base}
+        assert f"from slot {start}: " in line and f"{after} slots committed" in line
+        assert f"kept {len(slots) - 1}, freed {before - start - len(slots)}," in line
+    # the drawing: so many cells of each kind, the kept ones in their columns, a line for each that moves
+    for first in range(0, len(generation.steps), 5):
+        part, done = generation.steps[first : first + 5], calls[first : first + 5]
+        picture = viz.draw_slots(part)
+        assert len(cells(picture, "kept")) == sum(len(step.accepted) for step in part)
+        assert len(cells(picture, "root")) == len(part)
+        freed = sum(len(step.draft) - len(step.accepted) for step in part)
+        assert len(cells(picture, "freed")) == freed
+        moved = sum(a != b for step in part for a, b in viz.slots_of(step)[2])
+        assert len(picture.figure.axes[0].lines) == moved
+        roots = {round(cell.get_y(), 3): cell for cell in cells(picture, "root")}
+        for y, (_, start, slots, _) in zip(sorted(roots), done):
+            columns = {
+                round((cell.get_x() - roots[y].get_x()) / cell.get_width())
+                for cell in cells(picture, "kept")
+                if round(cell.get_y(), 3) == y
+            }
+            assert columns == {slot - start for slot in slots[1:]}
+
+
+def test_draw_slots_of_a_long_decode_says_what_is_left_out():
+    model = toy(n_ctx=256)
+    generation = generate(model, [1, 2, 3], max_new_tokens=200)
+    picture = viz.draw_slots(generation)
+    drawn = len(cells(picture, "root"))
+    words = [text.get_text() for text in picture.figure.axes[0].texts]
+    assert drawn < len(generation.steps) == 199 and f"... and {199 - drawn} more passes." in words
+    assert len(str(picture).splitlines()) == 201
+    full = generate(toy(n_ctx=8), [1] * 8, max_new_tokens=3)  # no room for a token: no pass
+    assert full.tokens == [] and "0 passes" in str(viz.draw_slots(full)) and str(viz.draw_text(full, str))
+
+
+def test_draw_text_and_pace_tell_the_records():
+    r = records()
+    picture = viz.draw_text(r.drafted, r.tokenizer.decode)
+    lines = str(picture).splitlines()
+    assert f"{r.drafted.tokens_per_step:.2f} tokens per step" in lines[0] and len(lines) == len(r.drafted.steps) + 3
+    for number, (step, line) in enumerate(zip(r.drafted.steps, lines[2:]), 1):
+        assert line.startswith(f"{number}: ") and line.count("'* ") + line.endswith("*") == len(step.accepted)
+    assert len(picture.figure.axes[0].lines) == sum(len(step.accepted) for step in r.drafted.steps)
+    patches = picture.figure.axes[0].patches
+    assert [int(p.get_gid()[-1]) for p in patches] == [
+        n % 4 for n, step in enumerate([r.drafted.prefill, *r.drafted.steps]) for _ in step.tokens
+    ]
+    table = str(viz.draw_pace({"plain": r.plain, "drafted": r.drafted, "one": r.alone})).splitlines()
+    assert [line.split()[1:4] for line in table[1:]] == [
+        [str(len(g.tokens)), str(len(g.steps)), f"{g.tokens_per_step:.2f}" if g.steps else "-"]
+        for g in (r.plain, r.drafted, r.alone)
+    ]
+    axes = viz.draw_pace({"drafted": r.drafted}).figure.axes
+    times = list(itertools.accumulate(sum(step.seconds) for step in [r.drafted.prefill, *r.drafted.steps]))
+    assert axes[1].lines[0].get_xdata() == pytest.approx(times)
+    assert list(axes[0].lines[0].get_ydata())[-1] == len(r.drafted.tokens)
+
+
+def test_draw_beams_knows_heirs_and_dead_ends():
+    r = records()
+    lines, final = str(viz.draw_beams(r.beams, r.tokenizer.decode)).splitlines(), r.beams[-1]
+    best = max(final.hypotheses, key=lambda h: h.score)
+    texts = [b.tokens for b in final.beams] + [tuple(h.tokens) for h in final.hypotheses]
+    wanted = []
+    for step in r.beams:
+        for b in step.beams:
+            n = len(b.tokens)
+            lives = any(text[:n] == b.tokens for text in texts)
+            wanted.append(
+                "on the way to the best" if tuple(best.tokens[:n]) == b.tokens else "lives on" if lives else "dead end"
+            )
+    assert [line.split("  ")[-1] for line in lines if " from " in line] == wanted and "dead end" in wanted
+    assert lines[-1].endswith(f"score {best.score:.2f}") and f"score {best.score:.2f} (best)" in "\n".join(lines)
+    picture = viz.draw_beams(r.beams[:4], r.tokenizer.decode)
+    assert boxes_of(picture, "kept") + boxes_of(picture, "plain") + boxes_of(picture, "rejected") == sum(
+        len(step.beams) for step in r.beams[:4]
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_draw_beam_slots_agrees_with_the_ledger(seed, monkeypatch):
+    """What is drawn of the beams alone is what the two strategies really did, move by move."""
+    rng, model = random.Random(seed), toy()
+    prompt = [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+    settings = {"num_beams": rng.randint(1, 5), "max_new_tokens": rng.randint(1, 9), "stop_ids": [3, 11][: seed % 3]}
+    steps, moves = [], []
+    for step in beam.beam_steps(model, prompt, strategy="swap", **settings):
+        steps.append(step)
+        moves.append([move for move in step.ledger.moves if "forward" not in move and "a cache of" not in move])
+    forwards, freed = beamviz.lanes(steps)
+    owner = {}
+    for forward, gone, told in zip(forwards, freed, moves):
+        mine = [f"cache {owner[lane]} freed" for lane in gone]
+        for cache in forward[:] if owner else []:
+            verb = "takes over" if cache.how == "takes over" else "forks"
+            mine.append(f"beam {cache.beam} {verb} the cache of {owner[cache.source]}")
+        assert [move.split(":")[0] for move in told] == mine
+        owner = {cache.lane: cache.beam for cache in forward}
+        assert sorted(owner.values()) == list(range(len(forward))) and max(owner) < settings["num_beams"]
+    ledger, bytes_of_slot = steps[-1].ledger, model.new_cache(1).nbytes
+    hows = Counter(cache.how for forward in forwards for cache in forward)
+    assert (hows["takes over"], hows["forks"]) == (ledger.takeovers, ledger.forks)
+    assert sum(map(len, freed)) + len(forwards[-1]) == ledger.frees
+    last = str(viz.draw_beam_slots(steps, len(prompt))).splitlines()[-1]
+    assert f"{ledger.takeovers} taken over, {ledger.forks} forked" in last
+    assert f" {ledger.peak_used // bytes_of_slot} slots in use" in last
+
+    kept, keep = [], KVCache.keep
+
+    def watched(self, start, slots):
+        kept.append([int(slot) for slot in slots])
+        keep(self, start, slots)
+
+    monkeypatch.setattr(KVCache, "keep", watched)
+    steps, rows, closed = [], [], []
+    for step in beam.beam_steps(model, prompt, strategy="tree", **settings):
+        steps.append(step)
+        rows.append(int(step.ledger.moves[-1].split()[2]))
+        closed.append(kept.pop() if kept else None)
+    shared = beamviz.shared_slots(steps)
+    assert rows[0] == len(prompt) and shared[0] == []
+    for before, now, new, slots in zip(shared, shared[1:], rows[1:], closed[1:]):
+        stays = [i for i, (node, _) in enumerate(before) if node in dict(now)]
+        assert slots == ([len(prompt) + i for i in stays] if len(stays) < len(before) else None)
+        assert [node for node, _ in now] == [before[i][0] for i in stays] + [node for node, _ in now[len(stays) :]]
+        assert len(now) - len(stays) == new
+    text = str(viz.draw_beam_slots(steps, len(prompt), strategy="tree"))
+    most = max(map(len, shared))
+    assert (len(prompt) + most) * bytes_of_slot == steps[-1].ledger.peak_used
+    assert f"at most {len(prompt)} + {most} slots; " in text
+    assert f" a cache for each beam would hold {ledger.peak_used // bytes_of_slot} " in text
+    picture = viz.draw_beam_slots(steps, len(prompt), strategy="tree")
+    if most <= 40:
+        assert sum(len(cells(picture, kind)) for kind in ("turn0", "kept", "end")) == sum(map(len, shared))
+    with pytest.raises(ValueError, match="strategy"):
+        viz.draw_beam_slots(steps, len(prompt), strategy="lookahead")
+
+
+def test_draw_beam_slots_without_a_pass_and_of_a_part():
+    nothing = list(beam.beam_steps(toy(), [1, 2], num_beams=2, max_new_tokens=0))
+    assert viz.draw_beams(nothing, str) and viz.draw_beam_slots(nothing, 2) and beamviz.lanes(nothing) == ([], [])
+    steps = list(beam.beam_steps(toy(), [1, 2], num_beams=3, max_new_tokens=9))
+    whole, part = beamviz.shared_slots(steps), beamviz.shared_slots(steps[3:])
+    assert [sorted(forward) for forward in part] == [sorted(forward) for forward in whole[4:]]
+    assert [len(forward) for forward in beamviz.lanes(steps[3:])[0]] == [len(f) for f in beamviz.lanes(steps)[0][4:]]
+
+
+# --- plots.py ---------------------------------------------------------------------------------------------------------
+
+
+def test_plots_of_all_measurements(tmp_path):
+    rows = {
+        "cost": [{"prefix": p, "rows": n, "ms": n + p / 9} | BOUNDS for p in (8, 64) for n in (1, 4)],
+        "growth": [{"tokens": n, "retrieve_us": 100.0 + n, "insert_us": 9.0} for n in (1000, 10000)],
+        "speed": [{"decoder": name, "tokens_per_s": 50.5} for name in ("plain", "lookahead auto", "transformers $")],
+        "drafters": [{"drafter": name, "tokens_per_step": 1.5, "tokens_per_s": 99.0} for name in ("plain", "trie")],
+        "beam": [
+            {"strategy": name, "num_beams": n, "steps_per_s": 9.0, "used_mb": 0.5}
+            for n in (2, 4) for name in ("swap", "tree")
+        ],
+        "replay": [
+            Row(mode, budget, budget - 1.0, 2.5, 1.0, 1.0, 1.0, 9, 99, 1.0, [3, 2, 1], [(300, 30.0, 33)] * 3)
+            for mode in MODES for budget in (4, 9)
+        ],
+        "search": [],
+    }  # fmt: skip
+    assert set(plots.FILES) == set(rows) - {"search"}
+    for name, mine in rows.items():
+        files = plots.write(name, mine, tmp_path, f"{name} of $5_each$ and more", dark=True, suffix=".svg")
+        assert [file.name for file in files] == [f"{stem}.svg" for stem in plots.FILES.get(name, {})]
+        for stem, draw in plots.FILES.get(name, {}).items():
+            picture = draw(mine, "A long title, which tells machine and settings, has two lines or three. " * 3)
+            assert picture.figure._suptitle.get_window_extent().x1 < picture.figure.bbox.x1
+            assert len(str(picture).splitlines()) >= 2, stem
+            assert all(text.get_fontsize() >= 9 for text in picture.figure.findobj(Text) if text.get_text())
+    assert plots.draw_cost_by_prefix(rows["cost"][:2]) is None
+    assert plots.draw_replay_honesty([Row("single", 4, 3.0, 2.0, 1.0, 1.0, 1.0, 9, 99)]) is None
+    assert "50.5" in str(plots.draw_speed(rows["speed"])) and viz.draw_cost is plots.draw_cost
+
+
+# --- pictures.py: the README's pictures -------------------------------------------------------------------------------
 
 
 def test_pictures_of_the_readme(tmp_path, monkeypatch):
     """Both are whole XML without a script, and show the text that was written and the step that was taken."""
-    tokenizer, _, prompt, ahead, plain, _ = drawn_run()
+    r = records()
+    tokenizer, prompt, ahead, plain = r.tokenizer, r.prompt, r.drafted, r.plain
     whole = pictures.recording(plain, ahead, tokenizer)
     step = max(ahead.steps, key=lambda step: len(step.accepted))
     before = [*prompt, *ahead.tokens][: step.position]
@@ -4501,7 +4765,8 @@ def recorded(steps: list[Any], tokenizer: Tokenizer, prompt: list[int]) -> dict[
 @pytest.mark.parametrize("picker", [Greedy(), Sampler(1.2, seed=3)], ids=["greedy", "sampled"])
 def test_record_of_a_decode_is_what_happened(picker):
     """Steps, slots and text against the decode; probabilities against a softmax in float64."""
-    tokenizer, trie, prompt, *_ = drawn_run()
+    r = records()
+    tokenizer, trie, prompt = r.tokenizer, r.trie, r.prompt
     model = bundled("tiny")
     steps = list(decode(model, prompt, drafter=copy.deepcopy(trie), picker=picker, budget=9, max_new_tokens=40))
     record = recorded(steps, tokenizer, prompt)
@@ -4531,7 +4796,7 @@ NASTY = (
 
 def test_page_is_one_file_that_text_cannot_break(tmp_path):
     """Its record reads back as it was, whatever the text; no address of the network stands in it; it is small."""
-    tokenizer, _, _, *_ = drawn_run()
+    tokenizer = records().tokenizer
     model, prompt = bundled("tiny"), tokenizer.encode(NASTY)
     steps = list(decode(model, prompt, drafter=TokenTrie(model.vocab_size), budget=8, max_new_tokens=20))
     text = page.write(tmp_path / "a.html", steps, tokenizer, prompt, about="</title><b>").read_text(encoding="utf-8")
@@ -4545,14 +4810,16 @@ def test_page_is_one_file_that_text_cannot_break(tmp_path):
 
 def test_page_of_200_tokens_stays_small(tmp_path):
     """Under 3 MB with the largest drafts that the budget makes."""
-    tokenizer, trie, prompt, *_ = drawn_run()
+    r = records()
+    tokenizer, trie, prompt = r.tokenizer, r.trie, r.prompt
     steps = decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=MOST, max_new_tokens=200)
     size = page.write(tmp_path / "a.html", steps, tokenizer, prompt).stat().st_size
     assert 50_000 < size < 3_000_000
 
 
 def test_wrong_uses_of_the_page_are_told(tmp_path, capsys):
-    tokenizer, _, prompt, ahead, *_ = drawn_run()
+    r = records()
+    tokenizer, prompt, ahead = r.tokenizer, r.prompt, r.drafted
     with pytest.raises(ValueError, match="give all steps of one decode"):
         recorded(list(ahead.steps), tokenizer, prompt)
     with pytest.raises(ValueError, match="no step to show"):
@@ -4665,7 +4932,8 @@ def browser(tmp_path_factory):
 @pytest.mark.slow
 def test_page_steps_forward_and_back_in_a_browser(browser, tmp_path):
     """Real keys; after each the page must show the record's step: text, accepted tokens, tree, mask, slots."""
-    tokenizer, trie, prompt, *_ = drawn_run()
+    r = records()
+    tokenizer, trie, prompt = r.tokenizer, r.trie, r.prompt
     steps = list(decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=12, max_new_tokens=40))
     path = page.write(tmp_path / "trace.html", steps, tokenizer, prompt)
     record = json_of(path)["steps"]
@@ -4716,7 +4984,8 @@ def test_page_steps_forward_and_back_in_a_browser(browser, tmp_path):
 def test_page_is_for_phones_and_for_screen_readers(browser, tmp_path):
     """At 360 pixels nothing sticks out sideways, with drafts of 64 nodes too; every control has a name; what a step did
     is announced; hostile text runs nothing."""
-    tokenizer, trie, prompt, *_ = drawn_run()
+    r = records()
+    tokenizer, trie, prompt = r.tokenizer, r.trie, r.prompt
     steps = decode(bundled("tiny"), prompt, drafter=copy.deepcopy(trie), budget=64, max_new_tokens=30)
     path = page.write(tmp_path / "trace.html", steps, tokenizer, prompt)
     for width, scheme in ((360, "light"), (360, "dark"), (1280, "dark")):
