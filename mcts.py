@@ -245,6 +245,7 @@ class Search:
             if flying:
                 self._forward([node for _, node in flying[:room]])
                 flying = [(simulation, node) for simulation, _ in flying[:room] if (node := next(simulation, None))]
+        # What is in flight when the rows are spent is dropped; its visits have brought nothing, as they say.
 
     def _over(self) -> bool:
         done = self.best is not None and self.goal is not None and self.best.reward >= self.goal
@@ -369,7 +370,7 @@ class Search:
         """Bounds on the reward that a text sampled from the model would have on average, from all that is known.
 
         A finished text is worth its reward, one that is cut off 0, and what was never read anything from 0 to 1, each
-        weighted by its probability. When everything was read the bounds meet.
+        weighted by its probability. The bounds meet when everything was read and every finished text was judged.
         """
         bounds: dict[Node, tuple[float, float]] = {}
         for node in [*reversed(self.nodes), self.root]:  # children come after their parents

@@ -18,6 +18,7 @@ from pathlib import Path
 from cli import read_responses
 from lookahead import Generation, Step, generate
 from model import GPT
+from picture import Box, label
 from tokenizer import Tokenizer
 from tree import DraftTree
 from trie import TokenTrie
@@ -38,7 +39,7 @@ text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 .page { fill: #ffffff } .pane, .node { fill: #f6f8fa; stroke: #8c959f } .quiet { fill: #59636e }
 .kept { fill: #00664d; font-weight: bold } .box { fill: none; stroke: #8c959f } .edge { fill: none; stroke: #8c959f }
 .path { fill: none; stroke: #00664d; stroke-width: 3 } .yes { fill: #d5efe6; stroke: #00664d; stroke-width: 2 }
-.no { stroke-dasharray: 4 3 } .head { font-weight: bold }
+.no { stroke-dasharray: 4 3 } .head { font-weight: bold } .small { font-size: 10px }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .page { fill: #0d1117 } .pane, .node { fill: #161b22; stroke: #6e7681 }
   .quiet { fill: #9198a1 } .kept { fill: #56d4a8 } .box, .edge { stroke: #6e7681 } .path { stroke: #56d4a8 }
@@ -57,9 +58,9 @@ def svg(width: float, height: float, title: str, style: str, parts: Sequence[str
     )
 
 
-def at(x: float, y: float, text: str, name: str = "", anchor: str = "start", more: str = "") -> str:
+def at(x: float, y: float, text: str, name: str = "", anchor: str = "start") -> str:
     """A line of text."""
-    return f'<text class="{name}" x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+    return f'<text class="{name}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 # --- the recording ----------------------------------------------------------------------------------------------------
@@ -147,31 +148,26 @@ def faster(plain: Generation, ahead: Generation) -> str:
 # --- the idea ---------------------------------------------------------------------------------------------------------
 
 
-def shown(token: int, decode: Callable[[list[int]], str]) -> str:
-    """A token's text with its spaces visible."""
-    return decode([token]).replace("\n", "\\n").replace(" ", "_")
-
-
 def rows_of(tree: DraftTree) -> dict[int, int]:
     """A line for each node: a node's first child on its own line, the others below."""
-    rows: dict[int, int] = {}
-    used = 0
-    stack = [(-1, 0)]
-    while stack:
-        node, first = stack.pop()
-        if first:
-            used += 1
-        rows[node] = used
-        children = list(tree.children[node].values())
-        stack += [(child, i) for i, child in reversed(list(enumerate(children)))]
-    return rows
+    boxes = {-1: Box("")}
+    for node, parent in enumerate(tree.parents):
+        boxes[node] = Box("")
+        boxes[parent].children.append(boxes[node])
+    for _ in boxes[-1].walk():
+        pass
+    return {node: box.row for node, box in boxes.items()}
 
 
 def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> str:
     """One step of a decode in three boxes, from left to right: draft, verify, accept."""
     tree, rows = step.draft, rows_of(step.draft)
+
+    def shown(token: int) -> str:
+        return label(decode([token]))
+
     cell, top, tree_left = 24, 92, 24
-    column = max(len(shown(token, decode)) for token in [*tree.tokens, before[-1]]) * CHAR + 26
+    column = max(len(shown(token)) for token in [*tree.tokens, before[-1]]) * CHAR + 26
     column = max(column, 74)
     deepest = max(tree.depths)
 
@@ -194,14 +190,14 @@ def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> s
         token = before[-1] if node < 0 else tree.tokens[node]
         name = "yes" if node in kept else "node no"
         parts.append(f'<rect class="{name}" x="{x:g}" y="{y:g}" width="{column:g}" height="26" rx="5"/>')
-        parts.append(at(x + column / 2, y + 18, shown(token, decode), "kept" if node in kept else "", "middle"))
+        parts.append(at(x + column / 2, y + 18, shown(token), "kept" if node in kept else "", "middle"))
         if node >= 0 and tree.probs:
-            parts.append(at(x + column / 2, y - 3, f"{tree.probs[node]:.2f}", "quiet", "middle", ' font-size="10"'))
+            parts.append(at(x + column / 2, y - 3, f"{tree.probs[node]:.2f}", "quiet small", "middle"))
     parts.append(at(tree_left, top + 44, "last token", "quiet"))
 
     left = tree_left + max((deepest + 1) * (column + 14), 42 * CHAR) + 36
     names = [before[-1], *tree.tokens]
-    longest = max(len(shown(token, decode)) for token in names) * CHAR
+    longest = max(len(shown(token)) for token in names) * CHAR
     grid = left + longest + 10
     parts += [
         at(left, 30, "2  Verify: one forward pass over all of them", "head"),
@@ -209,7 +205,7 @@ def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> s
     ]
     for i, row in enumerate(tree.mask().tolist()):
         y = top + i * cell
-        parts.append(at(grid - 8, y + 17, shown(names[i], decode), "kept" if i - 1 in kept else "", "end"))
+        parts.append(at(grid - 8, y + 17, shown(names[i]), "kept" if i - 1 in kept else "", "end"))
         for j, sees in enumerate(row):
             name = "yes" if sees else "box"
             parts.append(
@@ -227,13 +223,13 @@ def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> s
         from_draft = i < len(step.accepted)
         y = top + 18 + i * 28
         after = before[-1] if i == 0 else step.tokens[i - 1]
-        said = f"after {shown(after, decode)!s:<6} the model picks {shown(token, decode)}"
+        said = f"after {shown(after)!s:<6} the model picks {shown(token)}"
         parts.append(at(right, y, said, "kept" if from_draft else ""))
         parts.append(at(right, y + 13, "drafted: go on there" if from_draft else "not drafted: stop here", "quiet"))
     bottom = top + 18 + len(step.tokens) * 28 + 12
     parts.append(at(right, bottom + 6, f"{len(step.tokens)} tokens for one pass", "head"))
     height = max(bottom + 6, top + (max(rows.values()) + 1) * 48, top + (len(tree) + 1) * cell) + 34
-    parts.append(at(tree_left, height - 12, "_ is a space; dashed: rejected", "quiet"))
+    parts.append(at(tree_left, height - 12, "␣ is a space; dashed: rejected", "quiet"))
     about = f"One step: {len(tree)} tokens are drafted, one pass verifies them, {len(step.tokens)} are emitted."
     return svg(right + 42 * CHAR, height, about, "", parts)
 

@@ -2119,7 +2119,7 @@ def test_any_draft_gives_the_plain_text(picker, kind):
     """Junk drafts, oracle drafts, the trie; lengths, stops, contexts. In float64 not one token may differ."""
     model = kind.toy(n_ctx=48)
     exact, ties = copy.deepcopy(model).double(), 0
-    for seed in range(36 if kind.dtype == torch.float64 else 16):
+    for seed in range(24 if kind.dtype == torch.float64 else 12):
         rng = random.Random(seed)
         prompt = [rng.randrange(29) for _ in range(rng.randint(1, 20))]
         settings = {
@@ -2266,16 +2266,16 @@ def identical_on_prompts(
 
 
 def test_greedy_lookahead_is_identical_on_a_bundled_model():
-    ties = identical_on_prompts("nano", 12, 64, (4, 16), [Greedy()])
-    assert ties <= 3  # of 96 runs; more would mean that rounding is not what it was
+    ties = identical_on_prompts("nano", 8, 64, (4, 16), [Greedy()])
+    assert ties <= 2  # of 64 runs; more would mean that rounding is not what it was
 
 
 def test_the_same_without_packed_weights():
-    assert identical_on_prompts("nano", 6, 48, ("auto",), [Greedy(), Sampler(1.0, seed=1)], pack=False) <= 2
+    assert identical_on_prompts("nano", 4, 48, ("auto",), [Greedy(), Sampler(1.0, seed=1)], pack=False) <= 2
 
 
 def test_sampled_lookahead_is_identical_on_a_bundled_model():
-    assert identical_on_prompts("nano", 10, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
+    assert identical_on_prompts("nano", 6, 48, ("auto",), [Sampler(0.8, top_k=40, top_p=0.95, seed=2)]) <= 2
 
 
 @pytest.mark.slow
@@ -2337,13 +2337,13 @@ def test_two_tokens_per_step_after_two_hundred_responses_of_its_own():
 
 
 FILTERS = ({"temperature": 0.6, "top_p": 0.9}, {"top_k": 2, "repetition_penalty": 1.3}, {"min_p": 0.2})
-SLOWLY = [*((name, {}) for name in ("lookup", "jacobi", "tree", "chain", "all")),
+SLOWLY = [*((name, {}) for name in ("none", "lookup", "jacobi", "tree", "chain", "all")),
           *((name, settings) for name in ("none", "trie", "all") for settings in FILTERS)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "drafting, settings",
-    [("none", {}), ("trie", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)],
+    [("trie", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY)],
     ids=str,
 )
 def test_joint_distribution_of_three_tokens_equals_enumeration(drafting, settings):
@@ -2528,7 +2528,11 @@ def test_rates_against_all_pairs_and_against_noise():
     assert chi_square_p([both, n - both], [n * keyed, n * (1 - keyed)]) > FALSE_ALARM or keyed > 1 - 1e-9
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 2}], ids=["plain", "filtered"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"temperature": 0.7, "top_k": 2}, marks=pytest.mark.slow)],
+    ids=["plain", "filtered"],
+)
 def test_speculative_sampling_against_enumeration(settings):
     """All 27 texts of three tokens, 1,500 seeds, chains of 1 to 3; the acceptance against 1 - TV."""
     model, small, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), toy(1, 2, 6, 3, 16, scale=0.9), [0, 2], 1500
@@ -3983,11 +3987,11 @@ def test_help_and_example_prompt(capsys):
 def test_colours_only_on_a_terminal():
     """A pseudo-terminal shows accepted drafts in green, unless NO_COLOR is set."""
     pty = pytest.importorskip("pty")
-    warm = ROOT / "assets" / "responses.jsonl"
+    warm, most = ROOT / "assets" / "responses.jsonl", ["--max-new-tokens", "20", "--budget", "8"]
     for no_color in ("", "1"):
         main, terminal = pty.openpty()
         environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
-        argv = [sys.executable, ROOT / "lookahead.py", "--model", "nano", "--max-new-tokens", "30", "--warmup", warm]
+        argv = [sys.executable, ROOT / "lookahead.py", "--model", "nano", *most, "--warmup", warm]
         process = subprocess.Popen(argv, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
         os.close(terminal)
         output = b""
@@ -4382,8 +4386,7 @@ def test_pictures_are_the_same_again_and_dark_if_wanted(name, tmp_path):
     light, again, dark = (PICTURES[name](records(), dark) for dark in (False, False, True))
     files = [picture.save(tmp_path / f"{i}.svg").read_bytes() for i, picture in enumerate((light, again, dark))]
     assert files[0] == files[1] != files[2] and b"date" not in files[0]
-    data = dark.save(tmp_path / "c.png").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data == dark._repr_png_()
+    assert dark.save(tmp_path / "c.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert str(light) == str(dark)
     for picture, theme in ((light, viz.theme_of(False)), (dark, viz.theme_of(True))):
         assert to_hex(picture.figure.get_facecolor(), keep_alpha=True) == theme.paper + "ff"  # opaque
@@ -4399,6 +4402,7 @@ def test_a_picture_is_saved_whole_or_not_at_all(tmp_path):
     (tmp_path / "a.svg").write_text("old")
     picture.save(tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text() and len(list(tmp_path.iterdir())) == 1
+    assert picture.save(tmp_path / "b.PNG").read_bytes() == picture._repr_png_()
 
 
 def test_pictures_leave_matplotlib_as_it_was():

@@ -400,6 +400,8 @@ class TrieSession:
 
         From the longest suffix down, each level hands out its share lambda of what the levels before it left over, to
         its WIDE most frequent tokens at most (those that get a fifth of `enough`), until less than `enough` is left.
+        `enough` is measured as `p` is: behind a node of probability 0.1, p = 0.1 and enough = 0.02 hand out as p = 1
+        and enough = 0.2 would, only a tenth of it (`_foresee` needs the latter).
         """
         weights = self.trie.blend.weights
         shares: dict[int, float] = {}
