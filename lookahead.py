@@ -90,8 +90,8 @@ class Step:
     draft          the tree that was verified; empty in the prefill and in plain steps
     accepted       the nodes on the accepted path, from the root down
     tokens         the emitted tokens: those of the accepted nodes and one more, the model's own choice behind them (a
-                   drafted token that ends the text counts as this one). (If
-                   there was no room for any token, one Step without forward and tokens tells the finish_reason)
+                   drafted token that ends the text counts as this one). Empty if there was no room for any: then one
+                   Step without a forward tells the finish_reason
     seconds        draft / forward / accept; the last includes telling the drafter
     finish_reason  None, or in the last step "stop" (a stop token), "length" (max_new_tokens), "context" (n_ctx is full)
     prefill        True for the first step, whose forward reads the prompt

@@ -40,9 +40,7 @@ from torch import Tensor
 
 class Picker(Protocol):
     """What a decoder asks for: `pick`. `context` holds the ids of all tokens before the picked one, `position` is its
-    number.
-
-    Positions count from 0, the prompt included.
+    number, counted from 0 at the start of the prompt.
 
     `process` and `noise` lay open what goes into a pick, for drafters that want to foresee it.
     """

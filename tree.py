@@ -102,9 +102,7 @@ class DraftTree:
         down  x   x
         the   x x   x
         """
-        rows = [
-            bytearray(len(self.tokens) + 1)
-        ]  # plain bytes: a torch operation for each row would cost ten times this
+        rows = [bytearray(len(self.tokens) + 1)]  # plain bytes: a torch operation per row would cost ten times this
         rows[0][0] = 1
         for node, parent in enumerate(self.parents):
             row = bytearray(rows[parent + 1])  # what the parent sees
