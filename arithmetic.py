@@ -274,7 +274,7 @@ class Sum(Term):
 
 
 class Union(Term):
-    """For each token the largest of its terms' probabilities, normalised. Raises ValueError for less than two terms."""
+    """For each token the largest of its terms' probabilities, normalised. ValueError for fewer than two terms."""
 
     name, best = "Union", staticmethod(torch.amax)
 

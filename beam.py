@@ -271,7 +271,8 @@ class Tree(Recompute):
         if self.cache is not None and width > self.cache.capacity:
             self._drop_cache()  # before the next is made: never two at a time
         if self.cache is None:
-            self.capacity = max(self.capacity, width if self.root.after is None else width + width // 8)
+            spare = 0 if self.root.after is None else width // 8  # the next one is not outgrown at once
+            self.capacity = max(self.capacity, width + spare)
             self.cache = self.model.new_cache(self.capacity)
             self.ledger.opened(self.cache)
         base = self.cache.length  # 0, or all but the new nodes

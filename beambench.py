@@ -1,7 +1,7 @@
 """Beam search, side by side: the strategies of beam.py, and transformers where it is installed.
 
 `python bench.py beam` is its command line. As in speed.py, all contenders take turns at each problem, with the same
-weights in one process; every pass begins with a fresh trie that knows the warm responses.
+weights in one process; every round begins with a fresh trie that knows the warm responses.
 """
 
 import statistics
@@ -83,11 +83,11 @@ def compete(
 ) -> tuple[list[dict[str, Any]], list[str]]:  # fmt: skip
     """Rows of the table, and what was skipped and why.
 
-    steps_per_s      positions generated per second, prompts included (median over passes); times_transformers:
-                     the median of the ratios in each pass
+    steps_per_s      positions generated per second, prompts included (median over rounds); times_transformers:
+                     the median of the ratios in each round
     forwards         per step
     peak_mb, used_mb caches allocated at most, and slots in use at most: the largest over all problems
-    moved_mb         copied or sent between memories, per problem
+    moved_mb         copied within a memory or sent between two, per problem
     same             share of the problems whose hypotheses are those of the first contender, all and in order. Rounding
                      may part them (float32); in float64 all strategies agree (test_all.py)
     """
@@ -119,7 +119,7 @@ def compete(
                 same[name].append([h.tokens for h in found] == [h.tokens for h in first])
         for name in names:
             rates[name].append(positions[name] / taken[name])
-        progress(f"pass {number + 1} of {repeat}: " + ", ".join(f"{name} {rates[name][-1]:.1f}" for name in names))
+        progress(f"round {number + 1} of {repeat}: " + ", ".join(f"{name} {rates[name][-1]:.1f}" for name in names))
     rows = []
     for name in names:
         mine = costs[name]

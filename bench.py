@@ -29,7 +29,7 @@ per step and what they cost, for each mode and budget. `growth` measures what a 
 `search` and `formula` (steer.py) compare tree search with best-of-n at equal rows, and decode formulas over models
 plainly and with lookahead.
 
-All print a table and write it with pictures to --out; or they print one JSON object (--json).
+All print a table and write it to --out, most with pictures; or they print one JSON object (--json).
 """
 
 import argparse

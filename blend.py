@@ -1,8 +1,8 @@
 """How far to trust what was counted: one weight per source of counts, and a curve that makes estimates honest.
 
-Both learn while text is written, and both serve `trie.py`, whose commentary shows them at work.
+Both learn while text is written, and both serve `trie.py`, whose head shows them at work: read that first.
 
-Step by step: notebook 02, section 3.
+Step by step: notebook 02, sections 3 and 4.
 """
 
 import itertools

@@ -36,7 +36,7 @@ import torch
 
 from tree import DraftTree
 
-SIZES = (4, 8, 12, 16, 24, 32, 48, 64)  # drafts of these numbers of nodes; a drafter may make less
+SIZES = (4, 8, 12, 16, 24, 32, 48, 64)  # drafts of these numbers of nodes; a drafter may make fewer
 MOST = SIZES[-1]  # beyond, a drafter has nothing likely left to say
 
 
@@ -168,7 +168,7 @@ class Auto:
         self.drafting = 0.0  # seconds that it takes to draft
         self.drafted = False  # in this step
         self.last = 16  # nodes that paid last
-        self.rest = self.pause = 0  # steps left to rest, and how long the next rest will be
+        self.rest = self.pause = 0  # steps left to rest, and how long the latest rest was
         self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
         self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
 

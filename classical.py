@@ -19,7 +19,7 @@ The rule accepts with probability sum of min(p, q) = 1 - TV(p, q), TV being the 
 can do better for one proposal. But whether x stands depends on a random number that belongs to the proposal: propose
 something else, and the same seed writes another text. This is why two runs cannot be compared token by token.
 
-Keyed noise (sampling.py) couples p and q without talking to each other: both add the same noise g and take the largest.
+Keyed noise (sampling.py) couples the two picks without any exchange: both add the same noise g and take the largest.
 They agree with a probability that can be computed. With E = exp(-g), independent exponential variables, "t is largest"
 means E_t / p_t <= E_s / p_s for all s, so both pick t if E_s / E_t >= max(p_s / p_t, q_s / q_t) for all s, and
 

@@ -1,4 +1,5 @@
-"""The command line, `python lookahead.py --prompt "..."`: reads arguments, prints text as it is accepted, sums up."""
+"""The command line, `python lookahead.py --prompt "..."`: checks what was asked for and runs it. The arguments are in
+options.py, what is printed is in screen.py."""
 
 import argparse
 import contextlib

@@ -64,10 +64,10 @@ def compare_drafters(
     progress: Callable[[str], None],
 ) -> tuple[list[dict], list[str]]:
     """Rows of the table, and remarks. `small` is the draft model, or None; `asked` are (prompt, anything) ids, `warm`
-    texts for the tries, `stop` the token that ends a text, `repeat` the number of passes.
+    texts for the tries, `stop` the token that ends a text, `repeat` the number of rounds.
 
-    tokens_per_s  median over passes, prompts included; times_plain is the median of the ratios to plain in each pass
-    draft_ms      mean time that a step spends on drafting
+    tokens_per_s, times_plain   as in speed.py
+    draft_ms                    mean time that a step spends on drafting
     """
     makers: dict[str, Callable[[], Drafter | None]] = {
         "plain": lambda: None,
@@ -103,7 +103,7 @@ def compare_drafters(
 
     contenders = {name: contender(make) for name, make in makers.items()}
     for number, state in race(contenders, len(asked), max_new_tokens, repeat):
-        progress(f"pass {number} of {repeat}: " + ", ".join(f"{name} {c.rates[-1]:.0f}" for name, c in state.items()))
+        progress(f"round {number} of {repeat}: " + ", ".join(f"{name} {c.rates[-1]:.0f}" for name, c in state.items()))
     rows = [
         {
             "drafter": name,

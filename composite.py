@@ -1,4 +1,7 @@
-"""The cache of a formula over models (arithmetic.py): several caches that act as one."""
+"""The cache of a formula over models (arithmetic.py): several caches that act as one.
+
+Step by step: notebook 07, section 2.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

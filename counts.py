@@ -83,7 +83,7 @@ class Counts:
     # says any more fades. No node is worth more than its parent. (Chosen on replays with a quarter of the memory that
     # would be needed: bench.py replay --max-nodes.)
     DOUBLING, LENGTH = 300_000, 100_000
-    DROPPED = 0.5
+    DROPPED = 0.5  # of the nodes, by a round of the sweep (`forget`): the bar is the median worth of a sample
 
     # Most long paths are seen once and never again. When the trie is more than half full, a path of more than FREE
     # tokens is admitted only if its beginning was seen before: the same memory then holds more that comes back.
@@ -113,7 +113,7 @@ class Counts:
             level = [child for node in level for child in node.values()]
 
     def forget(self) -> None:
-        """Make room for one more path, by dropping what is worth least.
+        """Make room for one more token, which may add max_depth nodes, by dropping what is worth least.
 
         Not all at once, which would take a second in a trie of a million nodes: a sweep goes round the trie, below one
         first token after the other, and goes on where it stopped when the trie is full again.

@@ -14,7 +14,7 @@ guess will do that is right often and made quickly, and each of these has its ow
 
 All speak the interface of lookahead.py (Drafter, Session), and `decode` knows none of them by name.
 
-Step by step: notebook 02, section 6.
+Step by step: notebook 02, sections 1 and 6.
 """
 
 import heapq
@@ -139,9 +139,8 @@ class ModelDrafter:
     up to `passes` passes, while a node that may stay in the draft has a probability of at least `least`. As a chain:
     one node a pass, its most probable child only, so at most `passes` nodes, whatever `breadth` is.
 
-    When the picker has noise, the draft foresees it. If the draft model's q were the target's p, the token with the
-    largest q exp(noise) would be picked for certain, whichever is most probable. How far to trust that (`trust`) is
-    learned from every token, as one weight between two guesses, by online EM:
+    When the picker has noise, the draft foresees it, as a trie's does (`TrieSession._foresee`). How far to trust that
+    (`trust`) is learned from every token, as one weight between two guesses, by online EM:
 
         P(token) = (1 - trust) q(token) + trust w(token) / sum of all w,      w(token) = q(token) exp(noise(token))
 
@@ -169,8 +168,8 @@ class ModelSession:
     """One query. The cache holds the first `known` tokens of the text; while a draft is made, its expanded nodes, too.
 
     Nodes are numbered as they are made, a parent before its children; the root is -1. `p`, `parents` and `tokens` have
-    an entry for each. Those that were expanded have one in `paths`, too: the slots of its ancestors and its own; and,
-    when there is noise, in `guesses`: (q, w / sum of all w), each (vocab_size,).
+    an entry for each. Each expanded one has an entry in `paths`, too: the slots of its ancestors and its own; and, when
+    there is noise, in `guesses`: (q, w / sum of all w), each (vocab_size,).
     """
 
     RATE = 0.02  # at which trust is learned
@@ -322,7 +321,7 @@ class CombinedSession:
         self.wants_picks = any(getattr(session, "wants_picks", False) for session in self.sessions)
         self.trees: list[DraftTree] = []
         self._last = DraftTree([], [])
-        self._sources: list[tuple[int, float]] = []  # of each node of it: its proposers, and their largest estimate
+        self._sources: list[tuple[int, float]] = []  # of each node of `_last`: its proposers, their largest estimate
 
     def draft(self, budget: int, picker: Picker | None = None) -> DraftTree:
         self.trees = [session.draft(budget, picker) for session in self.sessions]
@@ -352,7 +351,8 @@ class CombinedSession:
 
     def observe(self, tokens: Sequence[int], draft: DraftTree | None = None, picks: list[int] | None = None) -> None:
         """Each session hears of its own tree (some nodes of which may not have been verified: those count as rejected,
-        unless the text shows that they were right), and those that want picks of the tree which these belong to."""
+        unless the text shows that they were right); those that want picks hear of the merged tree, to whose nodes they
+        belong."""
         if draft and draft.begins(self._last):
             accepted = set(draft.walk(tokens))
             for node, (proposers, p) in enumerate(self._sources[: len(draft)]):

@@ -24,9 +24,9 @@ difference, and what is done about it (the steps of a layer, rows = 16):
     norms, sums of two         made row by row, or number by number, as they are: nothing to do
 
 One thing is left: the token that comes alone is row 0, in a draft it is row 5, say. Kernels work on blocks of rows, and
-a block that is not full may be added up in another order. On the machine where this was written a row's place among 16
-makes no difference for widths that are multiples of 8, but among 5 or 15 it does. Nobody promises either, so an Exact
-tries it out when it is made: the same token in all places must give the same bits.
+a block that is not full may be added up in another order. On the machine where this was written a row's place in
+a pass of 16 rows makes no difference (for n_embd a multiple of 8), in one of 5 or 15 it does. Nobody promises either,
+so an Exact tries it out when it is made: the same token in all places must give the same bits.
 
 Logits are the same as long as machine, number of threads, dtype, packing and the number of rows of a pass are.
 
@@ -119,8 +119,8 @@ class Exact:
         rows: Tokens | None = None,
     ) -> Tensor:
         """Arguments and result as those of `GPT.forward`, with these limits: tokens are one flat list; a row sees
-        itself and otherwise only rows before it, at smaller positions (as in any text, tree or forest); the cache is
-        one of exact mode. A list longer than `max_rows` is cut into several passes.
+        itself and otherwise only rows before it, at smaller positions (as in any text, any tree, and forest.py's
+        batch); the cache is one of exact mode. A list longer than `max_rows` is cut into several passes.
 
         Raises ValueError if arguments do not fit; the cache is then as it was.
         """

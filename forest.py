@@ -9,6 +9,8 @@ text, never its neighbours:
         c'       x  x  x  |        x     x
 
 Nothing is padded and nothing moves in the cache; what ended stays where it is and is no longer seen.
+
+Step by step: notebook 07, section 6.
 """
 
 from collections.abc import Collection, Sequence

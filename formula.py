@@ -2,6 +2,8 @@
 
 The text is parsed with Python's own grammar, and then only what is listed here is understood; nothing is evaluated, so
 a formula from a stranger can do no harm beyond taking time.
+
+Step by step: notebook 07, sections 1 and 3.
 """
 
 import ast
@@ -37,7 +39,7 @@ class BagOfTokens:
         log C(text) = log sigmoid(bias + sum of the weights of the different tokens in the text)
 
     bias     a number: how usual the property is
-    weights  (vocab_size,): how much more often a token stands in texts that have it
+    weights  (vocab_size,): what a token's presence adds to the log-odds that the text has it
     """
 
     def __init__(self, bias: float, weights: Tensor) -> None:

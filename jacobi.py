@@ -1,6 +1,7 @@
 """Lookahead *Decoding* (Fu et al. 2024, arXiv 2402.02057, section 3): the model guesses its own future, all at once.
 
-(Same name, other method: the rest of this repository follows Zhao et al. 2024. Here it is one more drafter.)
+(Same name, other method: the rest of this repository follows Zhao et al. 2024. Here it is one more drafter; notebook
+02, section 6, compares them.)
 
 Suppose we do not know the next W tokens and put in junk, any tokens of the text. One forward gives the model's choice
 behind each of them: the first is right (it follows the true text), the others follow junk. Put those choices in place
@@ -9,7 +10,7 @@ equations at once). That saves nothing by itself; but on the way the model utter
 place, or too early. They are collected in a pool, and those that begin with the last token of the text are verified.
 
 So a draft has two kinds of branches, all in one tree under one mask. With W = 3 columns and n-grams of N = 4 tokens
-(letters: a guess, digits: the round in which it was made, 0 the oldest):
+(letters: the place, a being the next token; digits: the round in which it was guessed, 0 the oldest):
 
     (root) -- a0 -- b0 -- c0        the oldest guesses: a line into the future
                |     |     `-- d1 -- e2        from each place in it leads a branch: what the model said after it
@@ -23,7 +24,7 @@ advanced by more than one token, the columns that it passed go, and new junk com
 
 Half of the budget goes to each kind. Sampling works as greedy decoding does, since a pick with keyed noise is a
 function of the text (sampling.py). Guesses pay in later steps only, which budget="auto" does not know: give a
-number, 4 (N - 1) or more for room for both (with less the branches are cut, and nothing is learned from them).
+number, 2 (N - 1) or more for room for both (with less the branches are cut, and nothing is learned from them).
 """
 
 import random

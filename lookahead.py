@@ -14,8 +14,8 @@ into reading the weights. Plain decoding wastes that: one token in, one token ou
 
 The logits of a node say what comes *after* it, so a row verifies the node's children. Four numberings meet in the loop
 below: node i of the draft has row i + 1 in the mask and in the logits (row 0 is the root, which counts as node -1),
-lies in cache slot base + 1 + i, and stands at position base + its depth, where base is the number of tokens in the
-cache before the pass, and the slot and position of the root. With base = 9 above:
+lies in cache slot base + 1 + i, and stands at position base + its depth, where base, the number of tokens in the
+cache before the pass, is also the root's slot and position. With base = 9 above:
 
     token      =    12    >>    7
     node      -1     0     1    2
@@ -94,7 +94,7 @@ class Step:
                    Step without a forward tells the finish_reason
     seconds        draft / forward / accept; the last includes telling the drafter
     finish_reason  None, or in the last step "stop" (a stop token), "length" (max_new_tokens), "context" (n_ctx is full)
-    prefill        True for the first step, whose forward reads the prompt
+    prefill        True for the first step, whose forward (if it has one) reads the prompt
     logits         (1 + nodes, vocab_size): the root's row and one per node (a prefill has the last row only). Large:
                    `generate` does not keep them
     """
@@ -111,8 +111,8 @@ class Step:
 
 @dataclass
 class Generation:
-    """A finished text: the new tokens (a stop token included), the decode steps, and the prefill, which emits the first
-    token, apart. `seconds` is the wall time of everything."""
+    """A finished text: the new tokens (a stop token included), the decode steps, and, kept apart, the prefill, which
+    emits the first token. `seconds` is the wall time of everything."""
 
     tokens: list[int]
     steps: list[Step]
@@ -327,8 +327,8 @@ def generate_many(
 ) -> list[Generation]:
     """Independent samples of one prompt, which is read once: each decode starts from a copy of its cache.
 
-    `picker` must have `sample(number)`, as Sampler does; the first text is the one that `generate` writes with it.
-    Other arguments as for `decode`. With a trie as drafter each text drafts from those before it, too.
+    For more than one, `picker` must have `sample(number)`, as Sampler does; the first text is the one that `generate`
+    writes with it. Other arguments as for `decode`. With a trie as drafter each text drafts from those before it, too.
 
     Raises ValueError for a number below 1, more than one greedy text (they are all the same), and as `decode` does.
     """
@@ -420,6 +420,6 @@ def near_tie(
 
 
 if __name__ == "__main__":
-    from cli import main  # the command line lies above this file and is loaded only when asked for
+    from cli import main  # cli.py imports this file, so it is loaded only when asked for
 
     raise SystemExit(main())

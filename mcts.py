@@ -159,8 +159,8 @@ def search(model: Any, prompt_ids: Sequence[int], reward: Reward | None, **setti
     playout         "greedy": the most probable children that are not lost; "sample": drawn by probability; "none"
     exploration     how much PUCT cares for untried children (1.0)
     width           children of a node: its most probable tokens (32)
-    least           a node is lost when its children that are not weigh less than this (0.01)
-    likelihood      the share of the text's own likelihood in a value, as probability per token (0)
+    least           a node is lost when its children that are not lost weigh less than this together (0.01)
+    likelihood      the share of the text's likelihood (geometric mean per token) in a value; the rest is reward (0)
     goal            stop at the first finished text with this reward (1.0); None: spend all of max_nodes
     batch           rows of a forward pass (1)
     seed            for playout="sample" (0)
@@ -334,7 +334,7 @@ class Search:
                 return
 
     def _forward(self, nodes: list[Node]) -> None:
-        """One forward pass over new nodes: each sees the prompt, its ancestors and itself."""
+        """One forward pass over new nodes."""
         start, base = len(self.prompt), self.cache.length
         mask = torch.zeros(len(nodes), base + len(nodes), dtype=torch.bool)
         mask[:, :start] = True

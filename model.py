@@ -27,7 +27,7 @@ with it. What counts is to read each once, also for eight rows or thirty, and to
 124M shape, float32, two cores of a server, 256 tokens in the cache; milliseconds for 1 / 8 / 32 rows):
 
     x @ W as the file stores it                      36 / 86 / 150    a matrix product for big batches, bad at few rows
-    W re-laid for the CPU's kernels ("packed")       28 / 29 / 56     see `Linear`: eight rows for the price of one
+    W re-laid for the CPU's kernels ("packed")       28 / 29 / 56     packing.py: eight rows for the price of one
     no mask for a single row, else made once for all layers; the head only for the rows that are wanted; keys and values
     written into the cache in one go and read as views                 small each, and together what is left to Python
 
@@ -115,7 +115,6 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Slots allocated."""
         return self.kv.shape[3]
 
     @property
@@ -337,8 +336,8 @@ class GPT(Packable):
     def pack(self) -> bool:
         """Make the packed copies, where they exist (float32 and bfloat16 on a CPU); says whether it did.
 
-        Training does not go through them, and they do not notice changes of the weights made in place: pack again then.
-        Moving the model or changing its dtype drops them.
+        Do not train a packed model: no gradient passes through the copies, and they do not notice changes of the
+        weights made in place. Moving the model or changing its dtype drops them.
         """
         for module in self.modules():
             if isinstance(module, Linear):

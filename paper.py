@@ -8,7 +8,7 @@ below a suffix of the text that is in the trie, the longest first:
     single         one branch: the most frequent continuation of the most frequent continuation ...
 
 A continuation seen in this query's prompt counts PROMPT_WEIGHT times: an answer repeats its own question more often
-than other answers.
+than it repeats other answers. Notebook 02, section 6, compares these modes with best-first.
 """
 
 import heapq
@@ -54,7 +54,7 @@ class PaperSession(TrieSession):
         recent = list(self._recent)[-MAX_MATCH:]
         for start in range(len(recent)):
             output, prompt = self.trie.outputs.find(recent[start:]), self.own.find(recent[start:])
-            if output or prompt:  # a node without children is falsy
+            if output or prompt:
                 yield output, prompt
 
     def _continuations(self, output: Node, prompt: Node, most: int) -> list[tuple]:

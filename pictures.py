@@ -59,7 +59,6 @@ def svg(width: float, height: float, title: str, style: str, parts: Sequence[str
 
 
 def at(x: float, y: float, text: str, name: str = "", anchor: str = "start") -> str:
-    """A line of text."""
     return f'<text class="{name}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -154,8 +153,7 @@ def rows_of(tree: DraftTree) -> dict[int, int]:
     for node, parent in enumerate(tree.parents):
         boxes[node] = Box("")
         boxes[parent].children.append(boxes[node])
-    for _ in boxes[-1].walk():
-        pass
+    list(boxes[-1].walk())  # numbers the rows
     return {node: box.row for node, box in boxes.items()}
 
 

@@ -1,7 +1,7 @@
 """Tokens per second, side by side: plain decoding, lookahead with several budgets, transformers where it is installed.
 
 `python bench.py speed` is its command line. Every contender decodes the same problems, all contenders in turn for each
-problem, so that a slow minute of the machine hits all alike; then all over again, from the start: in every pass each
+problem, so that a slow minute of the machine hits all alike; then all over again, from the start: in every round each
 lookahead contender has a trie of its own that knows the warm responses and nothing else.
 """
 
@@ -44,15 +44,15 @@ class Recorded:
 
 @dataclass
 class Contender:
-    """One way to decode. `start` is called before each pass, uncounted; what it returns decodes problem i, at most so
+    """One way to decode. `start` is called before each round, uncounted; what it returns decodes problem i, at most so
     many tokens, and returns how many and the decode steps (none, if it does not tell)."""
 
     start: Callable[[], Callable[[int, int], tuple[int, list[Step]]]]
-    tokens: int = 0  # of this pass
+    tokens: int = 0  # of this round
     seconds: float = 0.0
-    rates: list[float] = field(default_factory=list)  # tokens per second of each pass, prefill included
+    rates: list[float] = field(default_factory=list)  # tokens per second of each round, prefill included
     firsts: list[float] = field(default_factory=list)  # seconds to the first token
-    decoding: list[float] = field(default_factory=list)  # tokens per second of each pass's decode steps, and ...
+    decoding: list[float] = field(default_factory=list)  # tokens per second of each round's decode steps, and ...
     free: list[float] = field(default_factory=list)  # ... what they would be if only the forward passes took time
     emitted: int = 0
     drafted: int = 0
@@ -113,7 +113,7 @@ def theirs(model: GPT, asked: Sequence[Pair], replayed: bool, stop: int, **setti
 def race(
     contenders: dict[str, Contender], problems: int, max_new_tokens: int, repeat: int
 ) -> Iterator[tuple[int, dict[str, Contender]]]:
-    """All passes; yields after each, with the results so far."""
+    """All rounds; yields after each, with the results so far."""
     clock = time.perf_counter
     for repetition in range(repeat):
         runs = {name: contender.start() for name, contender in contenders.items()}
@@ -159,7 +159,7 @@ def compete(
 ) -> tuple[list[dict], list[str], list[str]]:
     """Rows of the table, remarks about them, and what was skipped and why.
 
-    tokens_per_s  median over passes, prompts included; times_plain is the median of the ratios to plain in each pass
+    tokens_per_s  median over rounds, prompts included; times_plain is the median of the ratios to plain in each round
     decode_per_s  the same without prompts: tokens emitted by decode steps, over their time
     if_free       what that would be if drafting, accepting and Python took no time, only the forward passes did
     """
@@ -175,7 +175,7 @@ def compete(
     except ImportError:
         skipped.append("transformers (not installed: pip install transformers)")
     for number, state in race(contenders, len(asked), max_new_tokens, repeat):
-        progress(f"pass {number} of {repeat}: " + ", ".join(f"{name} {c.rates[-1]:.0f}" for name, c in state.items()))
+        progress(f"round {number} of {repeat}: " + ", ".join(f"{name} {c.rates[-1]:.0f}" for name, c in state.items()))
     plain = contenders["plain"]
     rows = []
     for name, contender in contenders.items():
@@ -193,7 +193,7 @@ def compete(
 
 
 def over(mine: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios, pass by pass."""
+    """The median of the ratios, round by round."""
     return statistics.median(a / b for a, b in zip(mine, others))
 
 

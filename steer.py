@@ -1,6 +1,6 @@
 """Search against best-of-n at equal rows, and formulas with and without lookahead: `bench.py search` and `formula`.
 
-Both sides of the search pay in rows forwarded, the prompt's included. For each problem best-of-n draws n samples at
+Search and best-of-n both pay in rows forwarded, the prompt's included. For each problem best-of-n draws n samples at
 temperature 1 and keeps the best by the reward; then the search may spend just as many rows. A problem is solved by a
 text that ends by itself and whose notes are all right (calculator.py), with at least one of them.
 """

@@ -169,7 +169,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(m: Tensor, steps: int = 5) -> Tensor:
-    """The (m, n) matrix with m's singular vectors and singular values near 1, by Newton-Schulz iteration."""
+    """A matrix with the shape and singular vectors of m and singular values near 1, by Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = m.T if m.shape[0] > m.shape[1] else m
     x = x / (x.norm() + 1e-7)

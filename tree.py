@@ -37,7 +37,7 @@ class DraftTree:
         self.probs = None if probs is None else list(probs)
         if len(self.tokens) != len(self.parents) or (self.probs is not None and len(self.probs) != len(self.tokens)):
             raise ValueError("a draft tree needs one parent (and one probability, if any) for each token")
-        self.depths: list[int] = []  # 1 for a child of the root
+        self.depths: list[int] = []
         self.children: list[dict[int, int]] = [{} for _ in range(len(self.tokens) + 1)]
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents)):
             if not -1 <= parent < node:

@@ -19,8 +19,8 @@ def draw_trie(
     """What followed the longest known suffix of `context` (ids) in the trie's outputs, `depth` tokens far, the `width`
     most frequent at each place. Numbers are counts, and so is the thickness of the lines.
 
-    A path in the trie ends at its max_depth. Beyond it goes on as a draft does: with the longest suffix of the path
-    that was followed by something. Such lines are dashed; their counts are those of the shorter suffix.
+    A path in the trie ends at its max_depth. Beyond that, the picture goes on as a draft does: with the longest suffix
+    of the path that was followed by something. Such lines are dashed; their counts are those of the shorter suffix.
     """
     if depth < 1 or width < 1:
         raise ValueError(f"depth and width must be 1 or more, not {depth} and {width}")

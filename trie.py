@@ -53,9 +53,9 @@ where "sings ." has 0.481 times what P says of "." after "dog sings", 1/3 + (2/3
 accepted is counted, and a curve corrects the estimates (blend.py): they start at 0.87 of what they were, so this
 tree carries 0.42, 0.23 and 0.22.
 
-Measured (bench.py replay, 200 responses of a 6-billion-parameter model to word problems, after 660): 2.61 tokens per
-step with 37 nodes, where the paper's hierarchical mode makes 2.38. The small numbers in this file (1e-5, 1/11, 0.4%,
-0.87 ...) were chosen on such replays; none of them is delicate.
+Measured (bench.py replay, 200 responses of a 6-billion-parameter model to word problems, after 660): 2.62 tokens per
+step with a budget of 38, where the paper's hierarchical mode makes 2.38. The small numbers here and in blend.py (1e-5,
+1/11, 0.4%, 0.87 ...) were chosen on such replays; none of them is delicate.
 
 Step by step: notebook 02, sections 3 to 5.
 """
@@ -88,7 +88,7 @@ MODES = ("best-first", "hierarchical", "parallel", "single")
 class TokenTrie:
     """The drafter: memory of all outputs, shared by all queries, and what was learned about trusting it.
 
-    vocab_size  of the model it drafts for, or None: not checked, and drafts do not foresee the noise of sampling
+    vocab_size  of the model it drafts for, or None: not checked, and drafts do not foresee the noise of sampling.py
     max_depth   longest path, in tokens: a suffix of max_depth - 1 tokens and what followed. None: 5 in best-first
                 mode, where drafts run deeper than the trie, 8 in the paper's
     max_nodes   never exceeded: when it is reached, what is worth least is forgotten (counts.py). About 200 bytes each
@@ -129,7 +129,6 @@ class TokenTrie:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all nodes, in bytes."""
         return self.outputs.nbytes
 
     def insert(self, tokens: Iterable[int]) -> None:
@@ -328,11 +327,9 @@ class TrieSession:
     def draft(self, budget: int, picker: object = None) -> DraftTree:
         """The `budget` most probable nodes (fewer, if less is known), most probable first, with their probabilities.
 
-        Best-first search: a child is never more probable than its parent, so the most probable node whose parent is in
-        the tree is the next most probable of all. Candidates beyond the budget can never be taken and are dropped at
-        once, and a node below the worst candidate need not be expanded. Probabilities are those of `_expand`, with two
-        cuts: of a suffix with more than WIDE continuations only the WIDE most frequent are known, and shorter suffixes
-        are asked only while enough is left to hand out. A `picker` with noise lets it look ahead (`_foresee`).
+        Best-first search, as told above. Candidates beyond the budget can never be taken and are dropped at once, and a
+        node below the worst candidate need not be expanded. Probabilities are those of `_expand`. A `picker` with noise
+        lets it look ahead (`_foresee`).
         """
         size = self.trie.vocab_size
         foresees = size is not None and picker is not None and picker.noise(self._length, size) is not None
@@ -371,7 +368,7 @@ class TrieSession:
         self._last = DraftTree(tokens, parents, [self._curve(p) for p in estimates])
         return self._last
 
-    TRUST, NEAR = 0.3, 0.1  # chosen by measurement; below less probable nodes it is not worth the time to look
+    TRUST, NEAR = 0.3, 0.1  # chosen by measurement; below nodes less probable than NEAR, looking is not worth the time
 
     def _foresee(self, shares: dict[int, float], p: float, noise: Tensor) -> dict[int, float]:
         """The children of a node of probability `p`, given what `_expand` says of them, when their noise is known.
@@ -385,9 +382,6 @@ class TrieSession:
 
         Two tokens with q = 0.5 and 0.3 and noise -1 and 1, and 0.2 left over for tokens that we do not know of, whose
         noise counts as the mean of a Gumbel variable, 0.577: w = 0.184, 0.815 and 0.356, so P = 0.391 and 0.390.
-
-        It is allowed because a draft never decides anything: the picker, a function of logits and noise, does, and the
-        verification emits its pick whatever the tree holds.
         """
         gumbels = noise.numpy().take(list(shares)).tolist() if shares else []
         weights = [q * math.exp(g) for q, g in zip(shares.values(), gumbels)]
@@ -399,7 +393,8 @@ class TrieSession:
         """The children of a node of probability `p`: token -> probability.
 
         From the longest suffix down, each level hands out its share lambda of what the levels before it left over, to
-        its WIDE most frequent tokens at most (those that get a fifth of `enough`), until less than `enough` is left.
+        all its tokens (of more than WIDE, to those of the WIDE most frequent that get a fifth of `enough`), until less
+        than `enough` is left.
         `enough` is measured as `p` is: behind a node of probability 0.1, p = 0.1 and enough = 0.02 hand out as p = 1
         and enough = 0.2 would, only a tenth of it (`_foresee` needs the latter).
         """

@@ -17,7 +17,7 @@ writes it; all take `dark=True`. `decode` turns ids into text: `tokenizer.decode
     generation = generate(model, tokenizer.encode(prompt), drafter=trie)
     draw_draft(generation.steps[3], tokenizer.decode).save("draft.png")
 
-Pictures import everything and nothing imports them. How they are drawn is in picture.py.
+Pictures import what they like, and no decoder imports them. How they are drawn is in picture.py.
 """
 
 import math
