@@ -119,13 +119,13 @@ def run_cost(args: argparse.Namespace) -> int:
     for prefix in args.prefix:
         if prefix < 1 or prefix + 8 > model.n_ctx:
             raise ValueError(f"--prefix must be 1 to {model.n_ctx - 8} for {args.model}, not {prefix}")
-    if min(args.rows) < 1 or args.repeat < 1:
-        raise ValueError("--rows and --repeat must be 1 or more")
+    if not 1 <= min(args.rows) <= max(args.rows) <= 4096 or args.repeat < 1:
+        raise ValueError("--rows must be 1 to 4096, --repeat 1 or more")
     reference = with_plain_linear(model)
     bandwidth, rate = bounds(model, args.repeat)
     operations = 2 * sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and name != "wpe.weight")
     rows = []
-    for prefix, n in itertools.product(args.prefix, args.rows):
+    for prefix, n in itertools.product(sorted(set(args.prefix)), sorted(set(args.rows))):
         ours, plain = median_seconds([forward_of(m, n, prefix) for m in (model, reference)], args.repeat)
         read, compute = bytes_read(model) / bandwidth, n * operations / rate
         rows.append({"prefix": prefix, "rows": n, "ms": 1e3 * ours, "f_linear_ms": 1e3 * plain, "ratio": ours / plain,

@@ -112,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         if not 1 <= args.threads <= 1024:
             raise ValueError(f"--threads must be 1 to 1024, not {args.threads}")
         torch.set_num_threads(args.threads)
+    if args.html == "-":
+        raise ValueError("--html writes a file for a browser: give its name")
     if args.html is not None:
         page.check(args.html)
     picker = make_picker(args)
@@ -210,9 +212,11 @@ def about(args: argparse.Namespace) -> str:
     """The run in a line, for the page."""
     parts = [f"{args.model}, {args.device}, {args.dtype}" + (", exact" if args.exact else "")]
     parts += [f"formula {args.formula}"] if args.formula is not None else []
-    parts.append("plain decoding" if args.no_lookahead else f"drafter {args.drafter}, budget {args.budget}")
+    drafter = f"drafter {args.drafter}" + (f" ({args.draft_model})" if args.draft_model else "")
+    parts.append("plain decoding" if args.no_lookahead else f"{drafter}, budget {args.budget}")
     filters = [f"{name.replace('_', '-')} {getattr(args, name)}" for name in ("top_k", "top_p", "min_p", "seed")]
     parts.append(", ".join([f"temperature {args.temperature}", *filters]) if args.temperature else "greedy")
+    parts += [f"repetition-penalty {args.repetition_penalty}"] if args.repetition_penalty != 1 else []
     return "; ".join(parts)
 
 
@@ -277,10 +281,8 @@ def make_trie(args: argparse.Namespace, model: GPT | Exact, tokenizer: Tokenizer
                     f"{args.load_trie} is {trie.max_depth} tokens deep, mode {args.mode} drafts best with {wanted}",
                 )
             trie.mode = args.mode
-    if args.save_trie is not None and not Path(args.save_trie).resolve().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {args.save_trie}: there is no such folder")
-    if args.save_trie is not None and Path(args.save_trie).is_dir():
-        raise IsADirectoryError(f"cannot write {args.save_trie}: it is a folder")
+    if args.save_trie is not None:
+        page.check(args.save_trie)
     if args.warmup is not None:
         for response in read_responses(args.warmup):
             trie.insert([*tokenizer.encode(response), tokenizer.eot])

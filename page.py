@@ -33,8 +33,8 @@ TOP = 5  # most probable tokens kept for each row
 
 
 def short(p: float) -> float:
-    """Four significant digits: enough to look at, and a third of the bytes."""
-    return float(f"{p:.4g}")
+    """Four significant digits: enough to look at, and a third of the bytes. What is below 1 stays so."""
+    return min(float(f"{p:.4g}"), 0.9999) if p < 1 else 1.0
 
 
 def candidates(logits: Tensor, picks: Sequence[int], rows: Sequence[int], top: int = TOP) -> list[list[list]]:
@@ -163,7 +163,9 @@ class Recorder:
 def check(path: str | os.PathLike[str]) -> Path:
     """Where the page will be, symbolic links followed. Raises OSError if it cannot be written there: no such folder, a
     folder by that name, something that is no file (a device, say), no right to write."""
-    full = Path(path).resolve()
+    if not str(path):
+        raise FileNotFoundError("cannot write a file without a name")
+    full = Path(os.path.realpath(path))  # no complaint about links that go round in a circle: the first is replaced
     if not full.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: there is no such folder")
     if full.is_dir():

@@ -14,6 +14,7 @@ saves itself as SVG or PNG. Three decisions:
 import functools
 import io
 import os
+import shutil
 import tempfile
 import textwrap
 import unicodedata
@@ -129,16 +130,20 @@ class Picture:
         """Write an .svg (its text stays text) or a .png; returns the path.
 
         It is written under a temporary name and renamed, so a reader sees the old file or the new one, whole. Raises
-        ValueError for another suffix, FileNotFoundError for a missing folder.
+        ValueError for another suffix, OSError (FileNotFoundError, IsADirectoryError) where no file can be written.
         """
         path = Path(path)
         if path.suffix.lower() not in SUFFIXES:
             raise ValueError(f"a picture is saved as {' or '.join(SUFFIXES)}, not as {path.name!r}")
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path}: there is no such folder")
+        if path.is_dir():
+            raise IsADirectoryError(f"cannot write {path}: it is a folder")
         data = self._bytes(path.suffix.lower())
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as scratch:
             Path(scratch, "picture").write_bytes(data)
+            if path.exists():  # who may read it stays as it was
+                shutil.copymode(path, f"{scratch}/picture")
             os.replace(f"{scratch}/picture", path)
         return path
 

@@ -10,7 +10,9 @@ less motion sees the last frame only.
 
 import copy
 import itertools
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 from cli import read_responses
 from lookahead import Generation, Step, generate
 from model import GPT
+from options import Parser
 from picture import Box, label
 from tokenizer import Tokenizer
 from tree import DraftTree
@@ -178,7 +181,7 @@ def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> s
         at(tree_left, 50, "what may follow, and how probable it is", "quiet"),
     ]
     kept = {-1, *step.accepted}
-    for node, parent in enumerate(tree.parents):  # edges below, nodes above
+    for node, parent in sorted(enumerate(tree.parents), key=lambda edge: edge[0] in kept):  # the path over the others
         (x0, y0), (x1, y1) = place(parent), place(node)
         x0, y0, y1 = x0 + column, y0 + 13, y1 + 13
         bend = f"M{x0:g} {y0:g} H{x0 + 7:g} V{y1:g} H{x1:g}" if y0 != y1 else f"M{x0:g} {y0:g} H{x1:g}"
@@ -232,7 +235,18 @@ def idea(step: Step, before: list[int], decode: Callable[[list[int]], str]) -> s
     return svg(right + 42 * CHAR, height, about, "", parts)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    Parser(
+        prog="pictures.py", description="make the README's two pictures anew, from a run on this machine"
+    ).parse_args(argv)
+    try:
+        return make()
+    except (ValueError, OSError) as error:
+        print(f"pictures: {error}", file=sys.stderr)
+        return 2
+
+
+def make() -> int:
     model = GPT.load("tiny")
     tokenizer = Tokenizer.for_model(model)
     prompt = tokenizer.encode(PROMPT)
@@ -271,9 +285,9 @@ def fresh(trie: TokenTrie) -> TokenTrie:
 
 
 def write(name: str, text: str) -> None:
-    partial = ASSETS / f"{name}.partial"
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(ASSETS / name)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=ASSETS) as scratch:
+        Path(scratch, name).write_text(text, encoding="utf-8")
+        os.replace(Path(scratch, name), ASSETS / name)
     print(f"{ASSETS.name}/{name}: {len(text):,} characters")
 
 

@@ -4179,6 +4179,8 @@ def test_growth_and_cost_measure_what_they_say(tmp_path, capsys):
         "growth.csv", "growth.png", "cost.csv", "cost.png", "cost_by_prefix.png"
     }  # fmt: skip
     assert len((tmp_path / "cost.csv").read_text().splitlines()) == 5
+    assert bench.main(["cost", "--model", "nano", "--rows", "99999999"]) == 2
+    assert "--rows must be" in capsys.readouterr().err
     model = bundled("nano", pack=False)
     assert (cost.with_plain_linear(model)([1, 2, 3]) - model([1, 2, 3])).abs().max() < 1e-4
 
@@ -4326,10 +4328,12 @@ BOUNDS = {"f_linear_ms": 2.0, "read_bound_ms": 0.5, "compute_bound_ms": 0.25}
 PICTURES = {
     "trie": lambda r, d: viz.draw_trie(r.trie, r.prompt + r.drafted.tokens[:9], r.tokenizer.decode, dark=d),
     "trie, wide": lambda r, d: viz.draw_trie(r.trie, r.drafted.tokens[:1], awkward, depth=5, width=9, dark=d),
+    "trie, deep": lambda r, d: viz.draw_trie(r.trie, r.drafted.tokens[:1], lambda _: " breakfast", depth=60, dark=d),
     "trie, unknown": lambda r, d: viz.draw_trie(TokenTrie(), r.prompt, r.tokenizer.decode, dark=d),
     "draft": lambda r, d: viz.draw_draft(max(r.drafted.steps, key=lambda s: len(s.tokens)), r.tokenizer.decode, dark=d),
     "draft, prefill": lambda r, d: viz.draw_draft(r.drafted.prefill, r.tokenizer.decode, dark=d),
     "draft, plain": lambda r, d: viz.draw_draft(r.plain.steps[0], r.tokenizer.decode, dark=d),
+    "draft, notes": lambda r, d: viz.draw_draft(DraftTree(range(40), range(-1, 39), [0.5] * 40), lambda _: "7", dark=d),
     "draft, chain": lambda r, d: viz.draw_draft(CHAIN, r.tokenizer.decode, dark=d),
     "draft, awkward": lambda r, d: viz.draw_draft(awkward_tree(), awkward, dark=d),
     "mask": lambda r, d: viz.draw_mask(r.drafted.steps[1].draft, awkward, prefix=r.prompt[-4:-1], dark=d),
@@ -4345,6 +4349,7 @@ PICTURES = {
     "text, awkward": lambda r, d: viz.draw_text(r.plain, awkward, dark=d),
     "text, prefill": lambda r, d: viz.draw_text(r.alone, r.tokenizer.decode, dark=d),
     "pace": lambda r, d: viz.draw_pace({"plain": r.plain, "$lookahead$\n": r.drafted, "one": r.alone}, dark=d),
+    "pace, names": lambda r, d: viz.draw_pace({"_" + 9 * "long name ": r.plain, "b" * 99: r.drafted}, dark=d),
     "pace, none": lambda r, d: viz.draw_pace({}, dark=d),
     "cost": lambda r, d: viz.draw_cost(COSTS, dark=d),
     "cost, bounds": lambda r, d: viz.draw_cost([row | BOUNDS | {"prefix": 9} for row in COSTS], dark=d),
@@ -4585,6 +4590,11 @@ def test_draw_slots_of_a_long_decode_says_what_is_left_out():
     words = [text.get_text() for text in picture.figure.axes[0].texts]
     assert drawn < len(generation.steps) == 199 and f"... and {199 - drawn} more passes." in words
     assert len(str(picture).splitlines()) == 201
+    # more slots than columns, the accepted one out of sight: the pass is drawn, and what is missing is said
+    far = lookahead.Step(4, DraftTree(range(300), [-1] * 300), [250], [250, 5], lookahead.Seconds(0, 0, 0))
+    picture = viz.draw_slots([generation.prefill, far])
+    assert len(cells(picture, "root")) == 1
+    assert "; 1 of those moved to the left." in " ".join(text.get_text() for text in picture.figure.axes[0].texts)
     full = generate(toy(n_ctx=8), [1] * 8, max_new_tokens=3)  # no room for a token: no pass
     assert full.tokens == [] and "0 passes" in str(viz.draw_slots(full)) and str(viz.draw_text(full, str))
 
@@ -4828,7 +4838,8 @@ def test_wrong_uses_of_the_page_are_told(tmp_path, capsys):
         recorded(list(ahead.steps), tokenizer, prompt)
     with pytest.raises(ValueError, match="no step to show"):
         page.write(tmp_path / "a.html", [], tokenizer, prompt)
-    for where, why in ((tmp_path / "no" / "a.html", "no such folder"), (tmp_path, "it is a folder")):
+    for where, why in ((tmp_path / "no" / "a.html", "no such folder"), (tmp_path, "it is a folder"),
+                       ("-", "give its name"), ("", "without a name")):  # fmt: skip
         assert cli.main(["--prompt", BAKER, "--html", str(where)]) == 2
         assert why in capsys.readouterr().err
     for option in (["--interactive"], ["--num-beams", "2"], ["--search", "mcts"],

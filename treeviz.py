@@ -1,5 +1,6 @@
 """Pictures of trees: what a trie knows, what is drafted and accepted, who sees whom."""
 
+import math
 from collections.abc import Sequence
 
 from counts import EMPTY, Counts, Node
@@ -27,13 +28,18 @@ def draw_trie(
     counts = trie.outputs
     suffix, node = _longest(counts, list(context))
     most = max((child.count for child in node.values()), default=0)
-    widths = [width] * depth
+    widths = [min(width, ROWS)] * min(depth, 10)  # the sheet has no room for more tokens in a line, and ...
+    while math.prod(widths) > 5000:  # ... not for so many lines: do not even look at them
+        widths[max(level for level, most_here in enumerate(widths) if most_here > 1)] -= 1
     while True:  # at most ROWS of them: else fewer children, the deepest first
         root = Box(" ".join(label(decode([token]), 10) for token in suffix[-4:]) or "(nothing known)", kind="root")
         root.text += f"  {node.total}x" * bool(suffix)
         lines = [f"{quote(suffix, decode) or '(no suffix is known)'}  followed {node.total} times"]
         _grow(counts, root, suffix, node, widths, "", lines, most, decode)
-        wide = [level for level in range(depth) if widths[level] > 1]
+        if len(widths) > 1 and Boxes(root, gap=0.6).width > WIDTH - 0.5:  # no room for the deepest tokens
+            widths.pop()
+            continue
+        wide = [level for level in range(len(widths)) if widths[level] > 1]
         if max(box.row for box in root.walk()) < ROWS or not wide:
             break
         widths[wide[-1]] -= 1
@@ -41,6 +47,9 @@ def draw_trie(
     remarks = [
         f"{seen} of {plural(counts.n_nodes, 'node')}; its paths have at most {plural(counts.max_depth, 'token')}."
     ]
+    if len(widths) < depth:
+        remarks.append(f"Cut after {plural(len(widths), 'token')}: the sheet is not wider.")
+        lines.append(f"cut after {plural(len(widths), 'token')}")
     if any(box.dashed for box in root.walk()):
         remarks.append("Dashed: the path is longer than the trie remembers; the count is that behind a shorter suffix.")
         lines.append("~ counted behind a shorter suffix: the path is longer than the trie remembers")
@@ -153,10 +162,15 @@ def draw_draft(step: Step | DraftTree, decode: Decode, *, dark: bool = False) ->
         remarks.append(f"The last emitted token is the model's own choice: {own}")
     if tree.probs is not None and tree:
         remarks.append("Numbers: estimated probability that the node is accepted.")
-    shown = _shown(tree, decode, accepted or (), WIDTH - 0.5, ROWS)
+    room = WIDTH - 0.5
+    while True:
+        shown = _shown(tree, decode, accepted or (), room, ROWS)
+        boxes = Boxes(_boxes(tree, decode, accepted, shown))
+        if boxes.width <= WIDTH - 0.5 or not shown:
+            break
+        room -= boxes.width - WIDTH + 0.5  # notes below the tokens have made boxes wider
     if hidden := len(tree) - len(shown):
         remarks.append(f"... and {plural(hidden, 'more node')}; +n: so many of them below this node.")
-    boxes = Boxes(_boxes(tree, decode, accepted, shown))
     sheet = Sheet(boxes.width + 0.5, boxes.height, title, dark, remarks, legend)
     boxes.draw(sheet, sheet.MARGIN, sheet.top)
     return sheet.picture("\n".join(lines))

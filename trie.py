@@ -177,7 +177,7 @@ class TokenTrie:
         arrays, numbers = self.outputs.pack() | learned, json.dumps(numbers)
         header = {"format": self.FORMAT, "version": self.VERSION, "trie": numbers}
         header["crc32"] = self._checksum(arrays, numbers)
-        path = Path(path).resolve()  # through a symbolic link to the file itself
+        path = Path(os.path.realpath(path))  # through a symbolic link to the file itself
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot write {path}: there is no such folder")
         if path.is_dir():

@@ -33,6 +33,7 @@ from picture import (
     Decode,
     Picture,
     Sheet,
+    cut,
     figure_of,
     label,
     laid_out,
@@ -101,7 +102,8 @@ def draw_slots(generation: Generation | Sequence[Step], *, dark: bool = False) -
     needs = [
         max([base, *(a for a, _ in moves)]) + 2 - start for base, _, moves in shown
     ]  # a tail of freed slots may go
-    while len(shown) > 1 and max(needs[: len(shown)]) > room:
+    least = next((i for i, (_, kinds, _) in enumerate(shown, 1) if kinds), 1)  # a pass that drafts is always drawn
+    while len(shown) > least and max(needs[: len(shown)]) > room:
         shown = shown[:-1]
     most = max((base + len(kinds) for base, kinds, _ in shown), default=0) - start
     columns = min(room, max(12, most))
@@ -109,7 +111,9 @@ def draw_slots(generation: Generation | Sequence[Step], *, dark: bool = False) -
     if len(passes) > len(shown):
         remarks.append(f"... and {passes_of(len(passes) - len(shown), 'more ')}.")
     if most > columns:
-        remarks.append(f"... and up to {plural(most - columns, 'more slot')} to the right.")
+        far = sum(a - start >= columns for _, _, moves in shown for a, _ in moves)
+        told = f"; {far} of those moved to the left" if far else ""
+        remarks.append(f"... and up to {plural(most - columns, 'more slot')} to the right{told}.")
     legend = [("past", "committed"), ("root", "root"), ("kept", "drafted, accepted: kept"),
               ("freed", "drafted, rejected: freed")]  # fmt: skip
     if any(a != b for _, _, moves in shown for a, b in moves):
@@ -232,6 +236,7 @@ def draw_pace(generations: Mapping[str, Generation], *, dark: bool = False) -> P
     with settings(theme):
         figure = figure_of((11, 4.6))
         panels = figure.subplots(1, 2, sharey=True)
+        labels: tuple[list[str], list[str]] = ([], [])
         for i, (name, generation) in enumerate(generations.items()):
             passes, seconds, tokens = [0], [sum(generation.prefill.seconds)], [len(generation.prefill.tokens)]
             for step in generation.steps:
@@ -241,18 +246,21 @@ def draw_pace(generations: Mapping[str, Generation], *, dark: bool = False) -> P
             rate, speed = generation.tokens_per_step, tokens[-1] / seconds[-1] if seconds[-1] else math.nan
             style = {"color": theme.series[i % len(theme.series)], "linestyle": LINES[i % 4], "linewidth": 2,
                      "marker": MARKERS[i % 8], "markersize": 7, "markevery": max(1, len(passes) // 8)}  # fmt: skip
-            told = "" if math.isnan(rate) else f"{rate:.2f}"
-            panels[0].plot(passes, tokens, **style, label=f"{plain(name)}: {told or 'no'} tokens per step")
-            panels[1].plot(seconds, tokens, **style, label=f"{plain(name)}: {speed:.0f} tokens per second")
+            told, fast = ("" if math.isnan(x) else f"{x:{form}}" for x, form in ((rate, ".2f"), (speed, ".0f")))
+            short = cut(plain(name), 30)
+            labels[0].append(f"{short}: {told or 'no'} tokens per step")
+            labels[1].append(f"{short}: {fast or 'no'} tokens per second")
+            panels[0].plot(passes, tokens, **style)
+            panels[1].plot(seconds, tokens, **style)
             wide = len(lines[0]) - len("  tokens  steps  tokens/step  seconds  tokens/s")
             lines.append(f"{name:{wide}}  {tokens[-1]:6}  {len(passes) - 1:5}  {told or '-':>11}  {seconds[-1]:7.3f}"
                          f"  {speed:8.1f}")  # fmt: skip
         panels[0].set(xlabel="passes behind the prefill", ylabel="tokens emitted", title="Tokens over passes")
         panels[1].set(xlabel="seconds, prefill included", title="Tokens over time")
-        for axes in panels:
+        for axes, told in zip(panels, labels):
             axes.set_ylim(bottom=0)
             axes.set_xlim(left=0)
             if generations:
-                axes.legend()
+                axes.legend(axes.lines, told)
         laid_out(figure)
     return Picture(figure, "\n".join(lines), theme)
