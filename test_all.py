@@ -2119,7 +2119,7 @@ def test_any_draft_gives_the_plain_text(picker, kind):
     """Junk drafts, oracle drafts, the trie; lengths, stops, contexts. In float64 not one token may differ."""
     model = kind.toy(n_ctx=48)
     exact, ties = copy.deepcopy(model).double(), 0
-    for seed in range(24 if kind.dtype == torch.float64 else 12):
+    for seed in range(14 if kind.dtype == torch.float64 else 8):
         rng = random.Random(seed)
         prompt = [rng.randrange(29) for _ in range(rng.randint(1, 20))]
         settings = {
@@ -2528,11 +2528,8 @@ def test_rates_against_all_pairs_and_against_noise():
     assert chi_square_p([both, n - both], [n * keyed, n * (1 - keyed)]) > FALSE_ALARM or keyed > 1 - 1e-9
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param({"temperature": 0.7, "top_k": 2}, marks=pytest.mark.slow)],
-    ids=["plain", "filtered"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 2}], ids=["plain", "filtered"])
 def test_speculative_sampling_against_enumeration(settings):
     """All 27 texts of three tokens, 1,500 seeds, chains of 1 to 3; the acceptance against 1 - TV."""
     model, small, prompt, n = toy(1, 1, 8, 3, 16, scale=0.5), toy(1, 2, 6, 3, 16, scale=0.9), [0, 2], 1500
@@ -2612,6 +2609,7 @@ def test_speculative_sampling_against_rereading_everything():
     assert all(accepted[n] > 3 for n in range(4)), accepted
 
 
+@pytest.mark.slow
 def test_measured_acceptance_is_what_the_distributions_say():
     model, small = bundled("tiny"), bundled("nano")
     tokenizer, texts = Tokenizer(4096), []
@@ -3984,25 +3982,25 @@ def test_help_and_example_prompt(capsys):
     assert "no --prompt given" in capsys.readouterr().err
 
 
-def test_colours_only_on_a_terminal():
+@pytest.mark.parametrize("no_color", ["", pytest.param("1", marks=pytest.mark.slow)])
+def test_colours_only_on_a_terminal(no_color):
     """A pseudo-terminal shows accepted drafts in green, unless NO_COLOR is set."""
     pty = pytest.importorskip("pty")
     warm, most = ROOT / "assets" / "responses.jsonl", ["--max-new-tokens", "20", "--budget", "8"]
-    for no_color in ("", "1"):
-        main, terminal = pty.openpty()
-        environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
-        argv = [sys.executable, ROOT / "lookahead.py", "--model", "nano", *most, "--warmup", warm]
-        process = subprocess.Popen(argv, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
-        os.close(terminal)
-        output = b""
-        try:
-            while chunk := os.read(main, 4096):
-                output += chunk
-        except OSError:  # how Linux says that the other side is closed
-            pass
-        os.close(main)
-        assert process.wait() == 0
-        assert (b"\033[32m" in output) == (no_color == "")
+    main, terminal = pty.openpty()
+    environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
+    argv = [sys.executable, ROOT / "lookahead.py", "--model", "nano", *most, "--warmup", warm]
+    process = subprocess.Popen(argv, stdout=terminal, stderr=subprocess.DEVNULL, env=environment)
+    os.close(terminal)
+    output = b""
+    try:
+        while chunk := os.read(main, 4096):
+            output += chunk
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    os.close(main)
+    assert process.wait() == 0
+    assert (b"\033[32m" in output) == (no_color == "")
 
 
 @pytest.mark.parametrize("strategy", beam.STRATEGIES)
@@ -4185,7 +4183,7 @@ def test_growth_and_cost_measure_what_they_say(tmp_path, capsys):
     assert (cost.with_plain_linear(model)([1, 2, 3]) - model([1, 2, 3])).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("what", [[], ["--random"]], ids=["own", "random"])
+@pytest.mark.parametrize("what", [[], pytest.param(["--random"], marks=pytest.mark.slow)], ids=["own", "random"])
 def test_speed_races_fairly(what, tmp_path, capsys, monkeypatch):
     """Everybody writes the same number of tokens, and no contender's trie remembers the pass before."""
     passes = []
@@ -4212,6 +4210,7 @@ def test_speed_races_fairly(what, tmp_path, capsys, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"speed.csv", "speed.png"}
 
 
+@pytest.mark.slow
 def test_drafters_and_parting_are_measured(tmp_path, capsys):
     argv = ["drafters", "--model", "nano", "--problems", "2", "--warm", "3", "--max-new-tokens", "16", "--repeat", "1"]
     assert bench.main([*argv, "--temperature", "1", "--budget", "8", "--json"]) == 0
@@ -4386,7 +4385,7 @@ def test_pictures_are_whole_and_legible(name, tmp_path):
                 assert edges.y0 - 1 <= box.y0 and box.y1 <= edges.y1 + 1, text.get_text()
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if "," not in name])
+@pytest.mark.parametrize("name", ["trie", "slots", "pace", "cost", "beams"])
 def test_pictures_are_the_same_again_and_dark_if_wanted(name, tmp_path):
     light, again, dark = (PICTURES[name](records(), dark) for dark in (False, False, True))
     files = [picture.save(tmp_path / f"{i}.svg").read_bytes() for i, picture in enumerate((light, again, dark))]
@@ -4410,6 +4409,7 @@ def test_a_picture_is_saved_whole_or_not_at_all(tmp_path):
     assert picture.save(tmp_path / "b.PNG").read_bytes() == picture._repr_png_()
 
 
+@pytest.mark.slow
 def test_pictures_leave_matplotlib_as_it_was():
     code = """if True:
         import matplotlib, sys
@@ -4535,7 +4535,7 @@ def test_draw_mask_is_the_mask():
         assert seen == {tuple(pair) for pair in tree.mask().nonzero().tolist()}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_draw_slots_tells_what_the_cache_did(seed, monkeypatch):
     """Against a cache that writes down what is done to it."""
     rng, model = random.Random(seed), toy()
