@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from beam import Beam, BeamStep
-from picture import CHAR, WIDTH, Decode, Picture, Sheet, label, plural, quote
+from picture import CHAR, WIDTH, Decode, Picture, Sheet, label, left_out, plural, quote
 
 ROWS = 16  # beams, caches, steps: more are counted, not drawn
 
@@ -66,14 +66,11 @@ def draw_beams(beam_steps: Sequence[BeamStep], decode: Decode, *, dark: bool = F
         widths.append(wide)
         across, columns = across + wide + gap, columns + 1
     remarks = ["Numbers: the sum of log probabilities; of finished texts the score."]
-    if columns < len(steps):
-        remarks.append(f"... and {plural(len(steps) - columns, 'more step')}.")
-    if (most := max((len(step.beams) for step in steps), default=0)) > rows:
-        remarks.append(f"... and {plural(most - rows, 'more beam')}.")
+    most = max((len(step.beams) for step in steps), default=0)
+    remarks += left_out(len(steps) - columns, "step") + left_out(most - rows, "beam")
     places = [min(len(step.beams), rows) + len(finished) for step, finished in zip(steps[:columns], ends)]
     tall = min(ROWS + 2, max(places, default=1))
-    if (hidden := sum(max(0, place - tall) for place in places)) > 0:
-        remarks.append(f"... and {plural(hidden, 'more finished text')}.")
+    remarks += left_out(sum(max(0, place - tall) for place in places), "finished text")
     title = f"Beam search: {plural(most, 'beam')}, {plural(len(steps), 'step')}"
     legend = [
         ("kept", "on the way to the best text"),
@@ -163,9 +160,7 @@ def shared_slots(beam_steps: Sequence[BeamStep]) -> list[list[tuple[tuple[int, .
     forwards = []
     for beams in _read(beam_steps):
         texts = [beam.tokens for beam in beams]
-        through = Counter(
-            text[:n] for n in range(1, len(texts[0]) + 1) for text in texts
-        )  # in this order: as they came
+        through = Counter(text[:n] for n in range(1, len(texts[0]) + 1) for text in texts)  # in the order they came in
         nodes = [node for node in nodes if node in through]  # nobody's ancestors go, the gaps close
         known = set(nodes)
         nodes += [node for node in through if node not in known]
@@ -218,10 +213,7 @@ def _draw_lanes(steps: list[BeamStep], prompt_length: int, start: int, dark: boo
     columns = min(len(forwards), int((WIDTH - 1.3) / (wide + gap)))
     remarks = ["b3: serves beam 3. X: its beam has no heir, freed."]
     remarks.append(f"Each cache holds the prompt's {prompt_length} slots and one more for each token of its beam.")
-    if columns < len(forwards):
-        remarks.append(f"... and {plural(len(forwards) - columns, 'more step')}.")
-    if rows < most:
-        remarks.append(f"... and {plural(most - rows, 'more cache')}.")
+    remarks += left_out(len(forwards) - columns, "step") + left_out(most - rows, "cache")
     legend = [
         ("kept", "taken over (solid line)", "b"),
         ("end", "forked: a copy (dashed line)", "b"),
@@ -281,10 +273,7 @@ def _draw_shared(steps: list[BeamStep], prompt_length: int, start: int, dark: bo
         "Numbers: so many beams go through this slot. Slots of texts without heirs are given back, the rest close up."
     ]
     remarks.append(f"A cache for each beam would hold {apart} slots at most.")
-    if rows < len(forwards):
-        remarks.append(f"... and {plural(len(forwards) - rows, 'more step')}.")
-    if columns < most:
-        remarks.append(f"... and {plural(most - columns, 'more slot')} to the right.")
+    remarks += left_out(len(forwards) - rows, "step") + left_out(most - columns, "slot", " to the right")
     legend = [
         ("past", "prompt, read once"),
         ("turn0", "one beam's", "1"),

@@ -168,7 +168,7 @@ class Auto:
         self.drafting = 0.0  # seconds that it takes to draft
         self.drafted = False  # in this step
         self.last = 16  # nodes that paid last
-        self.rest = self.pause = 0  # steps left to rest, and how long the latest rest was
+        self.rest = self.pause = 0  # steps left to rest; the latest rest, 0 after a draft that paid
         self.taken = [1.0] * MOST  # by a node's number: how often it was accepted
         self.tried = [4.0 + n for n in range(MOST)]  # and verified; it starts with a guess
 

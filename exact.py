@@ -25,8 +25,8 @@ difference, and what is done about it (the steps of a layer, rows = 16):
 
 One thing is left: the token that comes alone is row 0, in a draft it is row 5, say. Kernels work on blocks of rows, and
 a block that is not full may be added up in another order. On the machine where this was written a row's place in
-a pass of 16 rows makes no difference (for n_embd a multiple of 8), in one of 5 or 15 it does. Nobody promises either,
-so an Exact tries it out when it is made: the same token in all places must give the same bits.
+a pass of 16 rows makes no difference; in one of 5 it does (float32, weights not packed, two threads). Nobody promises
+either, so an Exact tries it out when it is made: the same token in all places must give the same bits.
 
 Logits are the same as long as machine, number of threads, dtype, packing and the number of rows of a pass are.
 

@@ -188,6 +188,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
+def left_out(number: int, noun: str, where: str = "") -> list[str]:
+    """The remark that so many were not drawn; none if all were. (3, "step") -> ["... and 3 more steps."]"""
+    return [f"... and {plural(number, f'more {noun}')}{where}."] if number > 0 else []
+
+
 # --- a sheet in inches ------------------------------------------------------------------------------------------------
 
 

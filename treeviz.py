@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from counts import EMPTY, Counts, Node
 from lookahead import Step
-from picture import CHAR, WIDTH, Box, Boxes, Decode, Picture, Sheet, label, plural, quote
+from picture import CHAR, WIDTH, Box, Boxes, Decode, Picture, Sheet, label, left_out, plural, quote
 from tree import DraftTree
 from trie import TokenTrie
 
@@ -18,7 +18,7 @@ def draw_trie(
     trie: TokenTrie, context: Sequence[int], decode: Decode, *, depth: int = 3, width: int = 4, dark: bool = False
 ) -> Picture:
     """What followed the longest known suffix of `context` (ids) in the trie's outputs, `depth` tokens far, the `width`
-    most frequent at each place. Numbers are counts, and so is the thickness of the lines.
+    most frequent at each place, as far as the sheet has room. Numbers are counts, and so is the thickness of the lines.
 
     A path in the trie ends at its max_depth. Beyond that, the picture goes on as a draft does: with the longest suffix
     of the path that was followed by something. Such lines are dashed; their counts are those of the shorter suffix.
@@ -169,8 +169,7 @@ def draw_draft(step: Step | DraftTree, decode: Decode, *, dark: bool = False) ->
         if boxes.width <= WIDTH - 0.5 or not shown:
             break
         room -= boxes.width - WIDTH + 0.5  # notes below the tokens have made boxes wider
-    if hidden := len(tree) - len(shown):
-        remarks.append(f"... and {plural(hidden, 'more node')}; +n: so many of them below this node.")
+    remarks += left_out(len(tree) - len(shown), "node", "; +n: so many of them below this node")
     sheet = Sheet(boxes.width + 0.5, boxes.height, title, dark, remarks, legend)
     boxes.draw(sheet, sheet.MARGIN, sheet.top)
     return sheet.picture("\n".join(lines))
@@ -195,10 +194,8 @@ def draw_mask(tree: DraftTree, decode: Decode, *, prefix: Sequence[int] = (), da
         seen = " ".join("x" if sees else "." for sees in row)
         lines.append(f"{i - 1:3} {name:{wide}} {'x ' * len(prefix)}{'| ' if len(prefix) else ''}{seen}")
     remarks = ["Small numbers: the nodes; the root is -1."]
-    if len(whole) > len(tree):
-        remarks.append(f"... and {plural(len(whole) - len(tree), 'more node')}.")
-    if len(prefix) > len(past):
-        remarks.append(f"... and {plural(len(prefix) - len(past), 'more token')} before these, seen by all.")
+    remarks += left_out(len(whole) - len(tree), "node")
+    remarks += left_out(len(prefix) - len(past), "token", " before these, seen by all")
     legend = [("past", "in the cache: seen by all"), ("kept", "itself, its ancestors, the root"), ("empty", "not seen")]
 
     names_width = CHAR * max(map(len, names)) + 0.75  # with the number behind

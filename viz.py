@@ -37,6 +37,7 @@ from picture import (
     figure_of,
     label,
     laid_out,
+    left_out,
     plain,
     plural,
     settings,
@@ -68,8 +69,8 @@ def slots_of(step: Step) -> tuple[int, list[str], list[tuple[int, int]]]:
     return base, kinds, [(base + 1 + node, base + 1 + rank) for rank, node in enumerate(step.accepted)]
 
 
-def passes_of(number: int, more: str = "") -> str:
-    return f"{number} {more}pass{'es' * (number != 1)}"
+def passes_of(number: int, kind: str = "") -> str:
+    return f"{number} {kind}pass{'es' * (number != 1)}"
 
 
 def draw_slots(generation: Generation | Sequence[Step], *, dark: bool = False) -> Picture:
@@ -99,9 +100,8 @@ def draw_slots(generation: Generation | Sequence[Step], *, dark: bool = False) -
 
     shown, room = passes[:ROWS], 70  # columns
     start = max(0, min((base for base, kinds, _ in shown if kinds), default=shown[0][0] if shown else 0) - 3)
-    needs = [
-        max([base, *(a for a, _ in moves)]) + 2 - start for base, _, moves in shown
-    ]  # a tail of freed slots may go
+    # columns that a pass needs (a tail of freed slots may be left out)
+    needs = [max([base, *(a for a, _ in moves)]) + 2 - start for base, _, moves in shown]
     least = next((i for i, (_, kinds, _) in enumerate(shown, 1) if kinds), 1)  # a pass that drafts is always drawn
     while len(shown) > least and max(needs[: len(shown)]) > room:
         shown = shown[:-1]
@@ -209,8 +209,7 @@ def draw_text(generation: Generation, decode: Decode, *, dark: bool = False) -> 
 
     shown = [mark for mark in placed if mark[1] < ROWS]
     remarks = ["Numbers: the pass. Underlined: drafted and accepted. Not underlined: the model's own choice."]
-    if len(shown) < len(placed):
-        remarks.append(f"... and {plural(len(placed) - len(shown), 'more token')}.")
+    remarks += left_out(len(placed) - len(shown), "token")
     pitch, left = 0.52, Sheet.MARGIN + 0.02
     wide = CHAR * max((x + len(text) for x, _, text, *_ in shown), default=0) + 2 * left
     sheet = Sheet(wide, pitch * (1 + max((y for _, y, *_ in shown), default=0)), title, dark, remarks)
